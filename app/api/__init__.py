@@ -1,0 +1,1 @@
+"""What clients speak: the Realtime events, and the queries of the traces page."""

@@ -1,0 +1,166 @@
+"""Field types shared by the Realtime models, and how a failed validation reads to a client.
+
+The models hold no unions: with one type per field the path of an error is the path that the client
+wrote, as in ``session.audio.input.format.rate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from app.errors import ClientError
+
+MAX_OUTPUT_TOKENS = 4096
+MAX_TEXT_CHARS = 100_000
+
+
+class WireModel(BaseModel):
+    """Strict types; a field that we do not know is an error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def unsupported(what: str) -> PydanticCustomError:
+    """The error for a part of the protocol that this server does not offer."""
+    return PydanticCustomError("unsupported_value", "{what}", {"what": what})
+
+
+def invalid(message: str) -> PydanticCustomError:
+    """The error for a value outside the protocol."""
+    return PydanticCustomError("invalid_value", "{message}", {"message": message})
+
+
+def null_is(default: Any) -> BeforeValidator:
+    """``null`` clears the field: it becomes ``default``."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def _only(allowed: tuple[Any, ...], what: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        # `True == 1` in Python; a boolean is not among the allowed unless it is listed as one.
+        if any(value == item and type(value) is type(item) for item in allowed):
+            return value
+        raise unsupported(what)
+
+    return check
+
+
+def only(*allowed: Any, what: str) -> BeforeValidator:
+    """A field of the protocol of which we offer only the ``allowed`` values."""
+    return BeforeValidator(_only(allowed, what))
+
+
+def _output_tokens(value: Any) -> Any:
+    if value is None or value == "inf":
+        return None
+    if isinstance(value, str):
+        raise invalid(f'expected an integer from 1 to {MAX_OUTPUT_TOKENS} or "inf"')
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PydanticCustomError("int_type", 'expected an integer or "inf"')
+    if value < 1:
+        raise PydanticCustomError("greater_than_equal", "expected at least 1")
+    if value > MAX_OUTPUT_TOKENS:
+        raise PydanticCustomError("less_than_equal", f"expected at most {MAX_OUTPUT_TOKENS}")
+    return value
+
+
+def _modalities(value: Any) -> Any:
+    if value == ["audio", "text"] or value == ["text", "audio"]:
+        raise invalid('["audio"] includes a transcript; "audio" and "text" cannot be combined')
+    if value == []:
+        raise invalid('expected ["audio"] or ["text"]')
+    return value
+
+
+Id = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+EventId = Annotated[str, StringConstraints(max_length=512)]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
+ShortText = Annotated[str, StringConstraints(max_length=256)]
+# None: "inf", the server's own limit.
+MaxOutputTokens = Annotated[int | None, BeforeValidator(_output_tokens)]
+Modalities = Annotated[list[Literal["audio", "text"]], BeforeValidator(_modalities)]
+NoTools = Annotated[
+    list[Any] | None, only(None, [], what="Tools are not supported by this server yet.")
+]
+ToolChoice = Annotated[
+    str | None,
+    only(None, "auto", "none", what="Only tool_choice 'auto' and 'none': there are no tools yet."),
+]
+
+
+def to_client_error(error: ValidationError, prefix: str = "") -> ClientError:
+    """The first failure, in the words and codes of the Realtime API."""
+    details = error.errors(include_url=False, include_context=True)[0]
+    return _describe(details, _path(details["loc"], prefix))
+
+
+def _path(location: tuple[int | str, ...], prefix: str) -> str:
+    path = prefix
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            path += f".{step}" if path else step
+    return path[:200]
+
+
+def _describe(details: ErrorDetails, param: str) -> ClientError:
+    kind, message, value = details["type"], details["msg"], details["input"]
+    if kind == "missing":
+        return _error(
+            f"Missing required parameter: '{param}'.", "missing_required_parameter", param
+        )
+    if kind == "extra_forbidden":
+        return _error(f"Unknown parameter: '{param}'.", "unknown_parameter", param)
+    if kind == "unsupported_value":
+        return _error(f"Unsupported value for '{param}'. {message}", "unsupported_value", param)
+    if kind == "literal_error":
+        expected = details["ctx"]["expected"]
+        text = f"Invalid value for '{param}': {shorten(value)}. Supported values are: {expected}."
+        return _error(text, "invalid_value", param)
+    if kind.endswith("_type"):
+        text = f"Invalid type for '{param}': {message}, but got {_json_type(value)} instead."
+        return _error(text, "invalid_type", param)
+    code = _LIMIT_CODES.get(kind, "invalid_value")
+    if code.startswith("number"):
+        code = code.replace("number", "decimal" if isinstance(value, float) else "integer")
+    return _error(f"Invalid value for '{param}': {message}.", code, param)
+
+
+_LIMIT_CODES = {
+    "greater_than": "number_below_min_value",
+    "greater_than_equal": "number_below_min_value",
+    "less_than": "number_above_max_value",
+    "less_than_equal": "number_above_max_value",
+    "string_too_long": "string_above_max_length",
+    "string_too_short": "string_below_min_length",
+    "too_long": "array_above_max_length",
+    "too_short": "array_below_min_length",
+}
+
+
+def _error(message: str, code: str, param: str) -> ClientError:
+    return ClientError(message, code=code, param=param or None)
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+    """``value`` as an error message shows it."""
+    text = repr(value[:limit] if isinstance(value, str) else value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _json_type(value: Any) -> str:
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a decimal",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)

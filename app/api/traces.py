@@ -1,0 +1,25 @@
+"""The recent turns and where their time went."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from app.observe.trace import TraceStore
+
+MAX_TRACES = 1000
+
+
+def traces_router(store: TraceStore) -> APIRouter:
+    """``GET /v1/traces?limit=``: newest first. The fields are those of ``TurnTrace.to_dict``."""
+    router = APIRouter()
+
+    @router.get("/v1/traces")
+    async def list_traces(
+        request: Request, limit: Annotated[int, Query(ge=1, le=MAX_TRACES)] = 50
+    ) -> dict[str, Any]:
+        request.app.state.gatekeeper.check(request.headers)
+        return {"object": "list", "data": store.recent(limit)}
+
+    return router

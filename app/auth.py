@@ -1,0 +1,90 @@
+"""Who may connect: API keys, and which web pages may use a visitor's browser to do so."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from app.config import Settings
+from app.errors import ClientError
+
+# A browser cannot set headers on a WebSocket, so its key comes as a subprotocol.
+REALTIME_SUBPROTOCOL = "realtime"
+_KEY_SUBPROTOCOL = "openai-insecure-api-key."
+
+
+class AuthenticationError(ClientError):
+    """No key, or a wrong one (HTTP 401)."""
+
+    code = "invalid_api_key"
+
+
+class OriginError(ClientError):
+    """A page of another site is trying to connect from a visitor's browser (HTTP 403)."""
+
+    code = "origin_not_allowed"
+
+
+class Gatekeeper:
+    """Checks a request before anything is done for it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._digests = [_digest(key) for key in settings.api_keys]
+        self._origins = {_normal(origin) for origin in settings.allowed_origins}
+        self._any_origin = "*" in settings.allowed_origins
+
+    def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> None:
+        """Raises AuthenticationError or OriginError."""
+        self._check_origin(headers)
+        self._check_key(headers.get("authorization", ""), subprotocols)
+
+    def _check_key(self, authorization: str, subprotocols: Iterable[str]) -> None:
+        if not self._digests:
+            return
+        scheme, _, key = authorization.partition(" ")
+        given = [key.strip()] if scheme.lower() == "bearer" and key.strip() else []
+        given += [
+            name.removeprefix(_KEY_SUBPROTOCOL)
+            for name in subprotocols
+            if name.startswith(_KEY_SUBPROTOCOL)
+        ]
+        if not given:
+            raise AuthenticationError(
+                "No API key was given. Send it as 'Authorization: Bearer KEY', or from a browser "
+                f"as the subprotocol '{_KEY_SUBPROTOCOL}KEY'."
+            )
+        if not any(self._is_known(candidate) for candidate in given):
+            raise AuthenticationError("The API key is not valid.")
+
+    def _is_known(self, candidate: str) -> bool:
+        """Takes the same time whichever key matches, and however much of one does."""
+        digest, known = _digest(candidate), False
+        for expected in self._digests:
+            known |= hmac.compare_digest(digest, expected)
+        return known
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or self._any_origin:
+            return  # not a browser, or the operator does not mind
+        normal = _normal(origin)
+        if normal in self._origins:
+            return
+        # TLS may end at a proxy, so the schemes may differ; the host may not.
+        host = urlsplit(normal).netloc
+        if host and host == headers.get("host", "").lower():
+            return
+        raise OriginError(f"Pages of {origin[:200]!r} may not connect to this server.")
+
+
+def _digest(key: str) -> bytes:
+    """Of equal length for all keys, so that a comparison does not tell how long they are."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _normal(origin: str) -> str:
+    return origin.strip().rstrip("/").lower()

@@ -1,0 +1,84 @@
+"""Settings, validated at start. Each field is set by the environment variable ``PARLEY_<NAME>``.
+
+An operator reads this file to learn what can be changed; defaults suit two CPU cores and the
+embedded models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.errors import ConfigError
+
+DEFAULT_INSTRUCTIONS = (
+    "You are Parley, a friendly voice assistant. The user hears your answer spoken aloud. "
+    "Answer in one or two short, plain sentences."
+)
+
+
+class Settings(BaseSettings):
+    """All settings of one server. Frozen: nothing changes after start."""
+
+    model_config = SettingsConfigDict(env_prefix="PARLEY_", frozen=True, extra="ignore")
+
+    home: Path = Field(
+        default_factory=lambda: Path.home() / ".parley", description="models and data live here"
+    )
+    host: str = "127.0.0.1"
+    port: int = Field(default=8080, ge=0, le=65535, description="0 lets the system choose")
+    api_keys: tuple[str, ...] = Field(default=(), description="empty: no key is asked for")
+    allowed_origins: tuple[str, ...] = Field(
+        default=(), description="browser origins besides our own; '*' allows any"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_transcripts: bool = Field(default=False, description="write what callers say to the log")
+
+    llm_model: str = "package:smollm2-135m-instruct"
+    asr_model: str = "package:whisper-tiny.en"
+    tts_model: str = "package:piper-en_US-joe-medium"
+
+    llm_threads: int = Field(default=1, ge=1, le=256)
+    llm_max_sequences: int = Field(default=8, ge=1, le=1024)
+    llm_max_context: int | None = Field(default=4096, ge=64)
+    asr_threads: int = Field(default=1, ge=1, le=64)
+    tts_threads: int = Field(default=1, ge=1, le=64)
+    speech_workers: int = Field(default=2, ge=1, le=64, description="threads for ASR and TTS jobs")
+
+    instructions: str = DEFAULT_INSTRUCTIONS
+    temperature: float = Field(default=0.2, ge=0.0, le=2.0)
+    top_p: float = Field(default=0.9, gt=0.0, le=1.0)
+    repetition_penalty: float = Field(
+        default=1.1, ge=1.0, le=2.0, description="small models repeat themselves without it"
+    )
+    max_reply_tokens: int = Field(default=256, ge=1, le=4096)
+
+    vad_threshold: float = Field(default=0.5, gt=0.0, lt=1.0)
+    vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
+    vad_silence_ms: int = Field(default=500, ge=100, le=10_000)
+    eager_silence_ms: int = Field(
+        default=160, ge=30, le=10_000, description="silence after which a transcript is tried"
+    )
+    max_turn_s: float = Field(default=60.0, ge=1.0, le=600.0)
+    playout_lead_ms: int = Field(
+        default=1000, ge=60, le=60_000, description="audio sent ahead of its playout time"
+    )
+
+    max_sessions: int = Field(default=16, ge=1)
+    max_message_bytes: int = Field(default=32 * 1024 * 1024, ge=64 * 1024)
+    idle_timeout_s: float = Field(default=600.0, ge=1.0, description="without a client message")
+    trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
+
+
+def load_settings(**overrides: object) -> Settings:
+    """Settings from the environment, ``overrides`` on top. Raises ConfigError naming the field."""
+    try:
+        return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        details = "; ".join(
+            f"PARLEY_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
+        )
+        raise ConfigError(f"invalid settings: {details}") from error

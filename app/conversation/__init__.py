@@ -1,0 +1,1 @@
+"""One caller's conversation: who has the floor, what was said, what is being answered."""

@@ -1,0 +1,241 @@
+"""What a session tells the outside: domain events, one step away from any wire protocol.
+
+``app.api.realtime`` turns each of them into the Realtime events of protocols.md section 1.
+Times are milliseconds since the start of the session's input audio (``audio_*_ms``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+PartType = Literal["input_text", "input_audio", "output_text", "output_audio"]
+ResponseStatus = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
+
+
+@dataclass(slots=True)
+class Part:
+    """One content part. ``text`` is the text, or the transcript of an audio part.
+
+    ``text`` None: an input audio part that is not transcribed yet.
+    """
+
+    type: PartType
+    text: str | None = None
+    audio_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Item:
+    """A message of the conversation."""
+
+    id: str
+    role: Literal["system", "user", "assistant"]
+    content: list[Part] = field(default_factory=list)
+    status: ItemStatus = "completed"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseUsage:
+    """Token counts of a response, in the wire protocol's terms."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Response:
+    """One answer of the assistant.
+
+    ``reason``: turn_detected, client_cancelled, max_output_tokens, or an error code (failed).
+    """
+
+    id: str
+    modality: Literal["audio", "text"]
+    status: ResponseStatus = "in_progress"
+    reason: str | None = None
+    error_message: str | None = None
+    output: list[Item] = field(default_factory=list)
+    usage: ResponseUsage = field(default_factory=ResponseUsage)
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechStarted:
+    """The caller's voice was detected; ``audio_start_ms`` includes the prefix padding."""
+
+    item_id: str
+    audio_start_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechStopped:
+    """The caller's turn has ended."""
+
+    item_id: str
+    audio_end_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputCommitted:
+    """The input audio became the user item ``item_id``."""
+
+    item_id: str
+    previous_item_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class InputCleared:
+    """The input audio buffer was emptied at the client's wish."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemAdded:
+    """An item entered the conversation (user items: together with ItemDone)."""
+
+    item: Item
+    previous_item_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDone:
+    """An item is complete."""
+
+    item: Item
+    previous_item_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDeleted:
+    """An item was removed at the client's wish."""
+
+    item_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTruncated:
+    """An assistant item was cut to what the caller heard, at the client's wish."""
+
+    item_id: str
+    content_index: int
+    audio_end_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionDelta:
+    """Stable words of the caller's transcript; deltas are never retracted."""
+
+    item_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionCompleted:
+    """The caller's final transcript (may be empty: nothing was said)."""
+
+    item_id: str
+    transcript: str
+    audio_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionFailed:
+    """The recogniser failed on this item."""
+
+    item_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseStarted:
+    """A response begins."""
+
+    response: Response
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStarted:
+    """The response's message item and its single content part exist now."""
+
+    response_id: str
+    item: Item
+    previous_item_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputText:
+    """A piece of the answer's text (text modality) or of its transcript (audio modality)."""
+
+    response_id: str
+    item_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAudio:
+    """A piece of the answer's audio, encoded in the session's output format."""
+
+    response_id: str
+    item_id: str
+    audio: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDone:
+    """The response's message item is finished, cut, or abandoned (see ``item.status``)."""
+
+    response_id: str
+    item: Item
+    previous_item_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseDone:
+    """A response has ended, however it ended."""
+
+    response: Response
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTraced:
+    """The trace of a finished turn (see app.observe.trace for the fields)."""
+
+    turn: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFault:
+    """Something went wrong that no client event caused."""
+
+    code: str
+    message: str
+
+
+SessionEvent = (
+    SpeechStarted
+    | SpeechStopped
+    | InputCommitted
+    | InputCleared
+    | ItemAdded
+    | ItemDone
+    | ItemDeleted
+    | ItemTruncated
+    | TranscriptionDelta
+    | TranscriptionCompleted
+    | TranscriptionFailed
+    | ResponseStarted
+    | OutputStarted
+    | OutputText
+    | OutputAudio
+    | OutputDone
+    | ResponseDone
+    | TurnTraced
+    | SessionFault
+)
+
+Sink = Callable[[SessionEvent], Awaitable[None]]

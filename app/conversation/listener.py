@@ -1,0 +1,160 @@
+"""The caller's audio: decoded, resampled to 16 kHz, watched by the VAD, kept until it is used.
+
+Positions are samples of the session's 16 kHz input, counted from its start; they never restart.
+
+    input   forgotten | [kept_from, position) kept
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from app.conversation.session_config import SessionConfig
+from app.errors import AudioInputError
+from audio.codecs import decode
+from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
+from audio.errors import AudioError
+from audio.resample import StreamResampler
+from audio.vad import VadModel, VadStream
+
+RATE = 16_000
+WINDOW = 512
+Samples = npt.NDArray[np.float32]
+# With nobody speaking only this much is kept: more than the largest prefix padding.
+_IDLE_KEEP_SAMPLES = 6 * RATE
+
+
+class Listener:
+    """Audio in, voice events out.
+
+    Without turn detection the VAD still runs, because a trace needs to know when the voice ended,
+    but ``feed`` yields no events and everything is kept until ``forget``.
+    """
+
+    def __init__(
+        self, vad: VadModel, config: SessionConfig, *, eager_silence_ms: int, max_buffer_s: float
+    ) -> None:
+        self._vad = VadStream(vad)
+        self._eager_silence_ms = eager_silence_ms
+        self._max_buffer_samples = int(max_buffer_s * RATE)
+        self._chunks: deque[Samples] = deque()
+        self._kept_from = 0
+        self._position = 0
+        self._judged = 0  # end of the last VAD window
+        # Arrival instants of the ends of chunks, for `arrived_ns`.
+        self._ends: deque[int] = deque()
+        self._arrivals: deque[int] = deque()
+        self.configure(config)
+
+    def configure(self, config: SessionConfig) -> None:
+        """Follow a changed session configuration. A change of detection forgets voice in flight."""
+        detection = config.turn_detection
+        self._detects = detection is not None
+        vad_config = ServerVadConfig()
+        if detection is not None:
+            vad_config = ServerVadConfig(
+                threshold=detection.threshold,
+                prefix_padding_ms=detection.prefix_padding_ms,
+                silence_ms=detection.silence_duration_ms,
+                eager_silence_ms=min(self._eager_silence_ms, detection.silence_duration_ms),
+            )
+        self._endpointer = Endpointer(vad_config)
+        self._format = config.input_format
+        self._resampler = StreamResampler(self._format.rate, RATE)
+
+    @property
+    def position(self) -> int:
+        """Number of samples received so far."""
+        return self._position
+
+    @property
+    def kept_from(self) -> int:
+        """First sample that is still in the buffer."""
+        return self._kept_from
+
+    @property
+    def kept_samples(self) -> int:
+        """Number of samples in the buffer."""
+        return self._position - self._kept_from
+
+    @property
+    def last_voiced_sample(self) -> int | None:
+        """End of the last voiced window since the last ``forget``, if there was one."""
+        return self._endpointer.last_voiced_sample
+
+    def decode(self, payload: bytes) -> list[Samples]:
+        """The client's bytes as float samples at its own rate, in slices of at most 200 ms.
+
+        Slices, because judging a long append in one go would hold up every other caller.
+        Raises AudioInputError when the payload does not fit the session's input format.
+        """
+        try:
+            samples = decode(payload, self._format)
+        except AudioError as error:
+            raise AudioInputError(str(error), param="audio") from error
+        step = self._format.rate // 5
+        return [samples[i : i + step] for i in range(0, len(samples), step)]
+
+    def feed(self, client_samples: Samples, received_ns: int) -> Iterator[VoiceEvent]:
+        """Take a slice of the caller's audio and yield what it brings, as it is found."""
+        samples = self._resampler.process(client_samples)
+        if not len(samples):
+            return
+        self._keep(samples, received_ns)
+        start = self._judged
+        for i, probability in enumerate(self._vad.feed(samples)):
+            window_start = start + i * WINDOW
+            self._judged = window_start + WINDOW
+            events = self._endpointer.feed(probability, window_start, self._judged)
+            if self._detects:
+                yield from events
+        if self._detects and self._endpointer.state is VoiceState.SILENT:
+            self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
+
+    def take(self, start_sample: int, end_sample: int | None = None) -> Samples:
+        """Samples [start, end) as far as they are kept; ``end`` None means all there is."""
+        kept = np.concatenate(self._chunks) if self._chunks else np.zeros(0, np.float32)
+        end = self._position if end_sample is None else end_sample
+        lo, hi = max(0, start_sample - self._kept_from), max(0, end - self._kept_from)
+        return kept[lo:hi]
+
+    def forget(self, end_sample: int | None = None) -> None:
+        """Empty the buffer up to ``end_sample`` (None: wholly): it became an item, or is void."""
+        self._drop_before(self._position if end_sample is None else end_sample)
+        self._endpointer.reset()
+
+    def arrived_ns(self, sample: int) -> int:
+        """When ``sample`` arrived, as exactly as the chunks allow."""
+        index = bisect_right(self._ends, sample - 1)
+        return self._arrivals[min(index, len(self._arrivals) - 1)]
+
+    def _keep(self, samples: Samples, received_ns: int) -> None:
+        if self.kept_samples + len(samples) > self._max_buffer_samples:
+            limit_s = self._max_buffer_samples / RATE
+            raise AudioInputError(
+                f"the input audio buffer is full: it holds at most {limit_s:g} s of audio; "
+                "commit or clear it",
+                code="input_audio_buffer_full",
+                param="audio",
+            )
+        self._chunks.append(samples)
+        self._position += len(samples)
+        self._ends.append(self._position)
+        self._arrivals.append(received_ns)
+
+    def _drop_before(self, sample: int) -> None:
+        while self._chunks and self._kept_from < sample:
+            head = self._chunks.popleft()
+            unused = max(0, self._kept_from + len(head) - sample)
+            self._kept_from += len(head) - unused
+            if unused:
+                self._chunks.appendleft(head[-unused:])
+        # Arrivals outlive the audio a little: the turn that was just taken still asks for them.
+        while len(self._ends) > 1 and self._ends[0] < sample - _IDLE_KEEP_SAMPLES:
+            self._ends.popleft()
+            self._arrivals.popleft()

@@ -1,0 +1,28 @@
+"""What all sessions of a server share."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from app.config import Settings
+from app.observe.loop_lag import LoopLag
+from app.observe.trace import TraceStore
+from audio.asr import Recognizer
+from audio.tts import Synthesizer
+from audio.vad import VadModel
+from llm_core import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs."""
+
+    engine: EngineClient
+    recognizer: Recognizer
+    synthesizer: Synthesizer
+    vad: VadModel
+    workers: Executor
+    traces: TraceStore
+    loop_lag: LoopLag
+    settings: Settings

@@ -1,0 +1,436 @@
+"""One caller: the listening loop, the items, and the turn that is being answered.
+
+A session is driven from outside by its public methods (one at a time, in the order of the client's
+events) and tells everything that happens through its sink. All of it runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from app.clock import Clock, MonotonicClock
+from app.conversation.dialog import (
+    Action,
+    AnnounceSpeech,
+    AudioCommitted,
+    AudioStarted,
+    Caller,
+    CancelRequested,
+    CommitTurn,
+    CutPlayback,
+    Dialog,
+    DialogEvent,
+    DropTranscript,
+    ResponseFinished,
+    ResponseRequested,
+    Rules,
+    StartResponse,
+    StopResponse,
+    TranscriptReady,
+    TryTranscript,
+)
+from app.conversation.events import (
+    InputCleared,
+    InputCommitted,
+    Item,
+    ItemAdded,
+    ItemDeleted,
+    ItemDone,
+    ItemTruncated,
+    Part,
+    Response,
+    ResponseDone,
+    Sink,
+    SpeechStarted,
+    SpeechStopped,
+    TranscriptionCompleted,
+    TranscriptionDelta,
+    TranscriptionFailed,
+    TurnTraced,
+)
+from app.conversation.history import History
+from app.conversation.ids import new_id
+from app.conversation.listener import RATE, Listener
+from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
+from app.conversation.transcriber import Settled, Transcriber
+from app.conversation.turn import Turn
+from app.errors import ClientError, RecognitionError
+from app.logging_setup import turn_id
+from app.observe.trace import TurnTrace
+from audio.endpoint import VoiceEnded
+from llm_core import ChatMessage, LlmError
+
+log = logging.getLogger(__name__)
+
+_MIN_COMMIT_SAMPLES = RATE // 10
+# Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
+_MAX_BUFFER_S = 600.0
+# No audio for so long while the caller is speaking: the network is gone, the turn is over.
+_STALL_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the client wants of the next response; None leaves it to the session."""
+
+    modality: Literal["audio", "text"] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+class Session:
+    """One conversation. See the module's docstring for how it is driven."""
+
+    def __init__(
+        self,
+        services: Services,
+        config: SessionConfig,
+        sink: Sink,
+        clock: Clock | None = None,
+    ) -> None:
+        self.id = new_id("sess")
+        self.config = config
+        self._services = services
+        self._sink = sink
+        self._clock = clock or MonotonicClock()
+        self._listener = Listener(
+            services.vad,
+            config,
+            eager_silence_ms=services.settings.eager_silence_ms,
+            max_buffer_s=_MAX_BUFFER_S,
+        )
+        self._transcriber = Transcriber(services.recognizer, services.workers, self._clock)
+        self._dialog = Dialog(Rules())
+        self._history = History()
+        self._floor = asyncio.Lock()  # one event and its actions at a time
+        self._turn: Turn | None = None  # the running one
+        self._turn_task: asyncio.Task[None]
+        self._last_turn: Turn | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._prefill: asyncio.Task[None] | None = None
+        self._item_id = new_id("item")  # of the user item that the buffer will become
+        self._start_sample = 0  # where that item's audio begins
+        self._num_commits = 0
+        self._last_audio_ns = 0
+        self._request = _Request()
+        self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
+        self._follow(config)
+
+    # --- lifecycle ---
+
+    async def run(self) -> None:
+        """Watch for audio that stops coming in mid-speech. Runs until cancelled."""
+        while True:
+            await self._clock.sleep(_STALL_S / 4)
+            quiet_s = (self._clock.now_ns() - self._last_audio_ns) / 1e9
+            if self._dialog.caller is not Caller.SILENT and quiet_s > _STALL_S:
+                await self._end_speech()
+
+    async def close(self) -> None:
+        """Stop everything that runs for this caller; returns when nothing is left."""
+        self._transcriber.drop()
+        tasks = [*self._tasks, *([self._prefill] if self._prefill else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def update(self, config: SessionConfig) -> None:
+        """Follow a changed configuration from now on. A running response keeps the old one."""
+        old, self.config = self.config, config
+        if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
+            self._listener.configure(config)
+            self._forget_speech()
+        self._follow(config)
+
+    # --- the caller's audio ---
+
+    async def append_audio(self, payload: bytes, received_ns: int) -> None:
+        """Take audio in the session's input format. Raises ClientError."""
+        self._last_audio_ns = received_ns
+        for samples in self._listener.decode(payload):
+            for event in self._listener.feed(samples, received_ns):
+                await self._feed(event)
+            speaking = self._dialog.caller is not Caller.SILENT
+            turn_samples = self._listener.position - self._start_sample
+            if speaking and turn_samples > self._services.settings.max_turn_s * RATE:
+                await self._end_speech()
+            await asyncio.sleep(0)  # a long append must not hold up the other callers
+
+    async def commit_audio(self) -> None:
+        """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
+        kept = self._listener.kept_samples
+        if kept < _MIN_COMMIT_SAMPLES:
+            raise ClientError(
+                f"the input audio buffer holds {kept * 1000 // RATE} ms of audio; a commit needs "
+                "at least 100 ms",
+                code="input_audio_buffer_commit_empty",
+            )
+        await self._feed(AudioCommitted())
+
+    async def clear_audio(self) -> None:
+        """Throw the buffered audio away."""
+        self._listener.forget()
+        self._forget_speech()
+        await self._sink(InputCleared())
+
+    # --- items ---
+
+    async def add_item(self, item: Item, previous_item_id: str | None = None) -> None:
+        """Insert a message. Raises ClientError."""
+        previous = self._history.add(item, previous_item_id)
+        await self._sink(ItemAdded(item, previous))
+        await self._sink(ItemDone(item, previous))
+
+    def get_item(self, item_id: str) -> Item:
+        """Raises ClientError when there is no such item."""
+        return self._history.get(item_id)
+
+    async def delete_item(self, item_id: str) -> None:
+        """Raises ClientError when there is no such item."""
+        self._history.delete(item_id)
+        await self._sink(ItemDeleted(item_id))
+
+    async def truncate_item(self, item_id: str, content_index: int, audio_end_ms: int) -> None:
+        """Cut a spoken answer to what the client says was heard. Raises ClientError."""
+        self._history.truncate(item_id, content_index, audio_end_ms)
+        await self._sink(ItemTruncated(item_id, content_index, audio_end_ms))
+
+    # --- responses ---
+
+    async def create_response(
+        self,
+        modality: Literal["audio", "text"] | None = None,
+        instructions: str | None = None,
+        max_output_tokens: int | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        """Answer what was said so far. Raises ClientError while a response is active."""
+        if self._dialog.has_response or self._turn is not None:
+            raise ClientError(
+                "the conversation already has an active response; wait for response.done or "
+                "cancel it",
+                code="conversation_already_has_active_response",
+            )
+        self._request = _Request(modality, instructions, max_output_tokens, metadata)
+        await self._feed(ResponseRequested())
+
+    async def cancel_response(self, response_id: str | None = None) -> None:
+        """Stop the active response. Raises ClientError when there is none, or another one."""
+        turn = self._turn
+        active = turn is not None and response_id in (None, turn.response.id)
+        if not active and not (self._dialog.has_response and turn is None and response_id is None):
+            raise ClientError(
+                "there is no active response to cancel"
+                + (f" with the id {response_id!r}" if response_id else ""),
+                code="response_cancel_not_active",
+                param="response_id" if response_id else None,
+            )
+        await self._feed(CancelRequested())
+
+    # --- the floor ---
+
+    async def _feed(self, event: DialogEvent) -> None:
+        async with self._floor:
+            for action in self._dialog.feed(event):
+                await self._perform(action)
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case AnnounceSpeech():
+                await self._announce(action.start_sample)
+            case StopResponse():
+                await self._stop_response(action.reason)
+            case CutPlayback():
+                if self._last_turn is not None:
+                    self._last_turn.cut_to_heard()
+            case TryTranscript():
+                samples = self._listener.take(self._start_sample)
+                early = self._transcriber.try_early(samples, action.last_voiced_sample)
+                self._start_prefill(self._prefill_heard(early))
+            case DropTranscript():
+                self._transcriber.drop()
+            case CommitTurn():
+                await self._commit(action.heard_end)
+            case StartResponse():
+                self._start_response()
+
+    async def _announce(self, start_sample: int) -> None:
+        self._start_sample = max(start_sample, self._listener.kept_from)
+        start_ms = self._start_sample * 1000 // RATE
+        await self._sink(SpeechStarted(self._item_id, start_ms))
+        # While the caller speaks the engine has time to read what it has not read yet.
+        self._start_prefill(self._warm(self._history.messages(self.config.instructions)))
+
+    async def _stop_response(self, reason: str) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.stop(reason)
+            await asyncio.wait([self._turn_task])
+        elif self._last_turn is not None:  # it has just ended by itself, but may still sound
+            self._last_turn.cut_to_heard()
+
+    async def _commit(self, heard_end: VoiceEnded | None) -> None:
+        now_ns = self._clock.now_ns()
+        listener, item_id = self._listener, self._item_id
+        start = self._start_sample if heard_end else listener.kept_from
+        end = heard_end.at_sample if heard_end else listener.position
+        last_voiced = heard_end.last_voiced_sample if heard_end else listener.last_voiced_sample
+        samples = listener.take(start, end)
+        settling = self._transcriber.settle(samples, last_voiced)
+        trace = TurnTrace(new_id("turn"), self.id, spoken=True)
+        trace.mark("speech_end", listener.arrived_ns(end if last_voiced is None else last_voiced))
+        trace.mark("endpoint", now_ns)
+        listener.forget(end)
+        self._item_id = new_id("item")
+        self._num_commits += 1
+
+        part = Part("input_audio", None, len(samples) * 1000 / RATE)
+        item = Item(item_id, "user", [part])
+        previous = self._history.add(item)
+        if heard_end:
+            end_ms = heard_end.last_voiced_sample * 1000 // RATE
+            await self._sink(SpeechStopped(item_id, end_ms))
+        await self._sink(InputCommitted(item_id, previous))
+        await self._sink(ItemAdded(item, previous))
+        await self._sink(ItemDone(item, previous))
+        self._spawn(self._settle(item, settling, trace, self._num_commits))
+
+    async def _settle(
+        self, item: Item, settling: asyncio.Task[Settled], trace: TurnTrace, commit: int
+    ) -> None:
+        part = item.content[0]
+        try:
+            settled = await settling
+        except RecognitionError as error:
+            part.text = ""
+            trace.mark("asr_final", self._clock.now_ns())
+            await self._sink(TranscriptionFailed(item.id, error.code, error.message))
+        else:
+            part.text = trace.transcript = settled.transcript.text
+            trace.mark("asr_final", settled.at_ns)
+            trace.facts["asr_ms"] = settled.transcript.took_ms
+            if self.config.transcribe:
+                await self._tell_transcript(item.id, part)
+        # Of turns in quick succession only the last one is answered (with all that was said).
+        if commit == self._num_commits:
+            self._heard = trace
+            await self._feed(TranscriptReady(bool(part.text)))
+
+    async def _tell_transcript(self, item_id: str, part: Part) -> None:
+        text = part.text or ""
+        if text:
+            await self._sink(TranscriptionDelta(item_id, text))
+        await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
+
+    def _start_response(self) -> None:
+        request, self._request = self._request, _Request()
+        trace, self._heard = self._heard or self._typed_trace(), None
+        trace.facts["dropped_transcripts"] = self._transcriber.num_dropped
+        config = self.config
+        if request.instructions is not None:
+            config = replace(config, instructions=request.instructions)
+        response = Response(
+            new_id("resp"),
+            request.modality or config.modality,
+            max_output_tokens=request.max_output_tokens or config.max_output_tokens,
+            metadata=request.metadata,
+        )
+        trace.response_id = response.id
+        turn = Turn(
+            self._services,
+            self._clock,
+            self._sink,
+            self._history,
+            config,
+            response,
+            trace,
+            prefilled=self._prefill,
+            on_audio_started=lambda: self._on_audio_started(turn),
+        )
+        self._turn = self._last_turn = turn
+        self._turn_task = self._spawn(self._run_turn(turn))
+
+    async def _run_turn(self, turn: Turn) -> None:
+        turn_id.set(turn.trace.turn_id)
+        await turn.run()
+        actions: list[Action] = []
+        # A stopped turn has given up the floor already; another one may have it by now. The floor
+        # is free before the client hears of the end, so that it may ask again at once.
+        if self._turn is turn:
+            self._turn = None
+            actions = self._dialog.feed(ResponseFinished())
+        await self._sink(ResponseDone(turn.response))
+        traced = turn.trace.to_dict()
+        self._services.traces.add(traced)
+        if self.config.send_traces:
+            await self._sink(TurnTraced(traced))
+        for action in actions:
+            await self._perform(action)
+
+    def _on_audio_started(self, turn: Turn) -> None:
+        if self._turn is turn:
+            self._dialog.feed(AudioStarted())
+
+    def _typed_trace(self) -> TurnTrace:
+        trace = TurnTrace(new_id("turn"), self.id)
+        for instant in ("speech_end", "endpoint", "asr_final"):
+            trace.mark(instant, self._clock.now_ns())
+        return trace
+
+    # --- helpers ---
+
+    def _follow(self, config: SessionConfig) -> None:
+        detection = config.turn_detection
+        self._dialog.rules = (
+            Rules(detection.create_response, detection.interrupt_response) if detection else Rules()
+        )
+        self._transcriber.language = config.language
+        self._transcriber.prompt = config.transcription_prompt
+
+    def _forget_speech(self) -> None:
+        self._dialog.forget_caller()
+        self._transcriber.drop()
+        self._start_sample = self._listener.position
+
+    async def _end_speech(self) -> None:
+        """End the turn though no silence was heard: audio stopped coming, or it is too long."""
+        position = self._listener.position
+        last_voiced = self._listener.last_voiced_sample or position
+        await self._feed(VoiceEnded(last_voiced, position))
+
+    async def _prefill_heard(self, early: asyncio.Task[Settled]) -> None:
+        settled = await asyncio.shield(early)
+        text = settled.transcript.text
+        if text:
+            history = self._history.messages(self.config.instructions)
+            await self._warm([*history, ChatMessage("user", text)])
+
+    async def _warm(self, messages: list[ChatMessage]) -> None:
+        try:
+            await self._services.engine.prefill(messages)
+        except LlmError as error:
+            # Only a head start is lost; the turn itself meets the same error and reports it.
+            log.info("prefill in advance failed: %s", error)
+
+    def _start_prefill(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._prefill is not None:
+            self._prefill.cancel()
+        self._prefill = asyncio.create_task(work)
+        self._prefill.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("session %s: a task failed", self.id, exc_info=error)

@@ -1,0 +1,348 @@
+"""One answer: history -> LLM -> clauses -> speech -> the client, all stages at once.
+
+Three tasks joined by bounded queues. A full queue makes the stage before it wait (overflow rule),
+so an answer that is spoken slower than it is written holds only a few clauses of audio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from app.clock import Clock
+from app.conversation.events import (
+    Item,
+    OutputAudio,
+    OutputDone,
+    OutputStarted,
+    OutputText,
+    Part,
+    Response,
+    ResponseStarted,
+    ResponseUsage,
+    Sink,
+)
+from app.conversation.history import History, SpokenRecord
+from app.conversation.ids import new_id
+from app.conversation.pacing import PlayoutClock
+from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
+from app.errors import GenerationError, ServiceError, SynthesisError
+from app.observe.trace import TurnTrace
+from audio.codecs import encode
+from audio.errors import AudioError
+from audio.resample import StreamResampler
+from audio.text import ClauseChunker, SpokenText
+from llm_core import (
+    FirstToken,
+    GenerationDone,
+    GenerationEvent,
+    LlmError,
+    PromptTooLongError,
+    SamplingParams,
+    TextDelta,
+)
+
+log = logging.getLogger(__name__)
+
+Samples = npt.NDArray[np.float32]
+# Audible: above -50 dB of full scale. The first such sample ends the caller's wait.
+_AUDIBLE = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """A piece of the answer, spoken in one go. ``samples``: float32 [n] at the voice's rate."""
+
+    text: str
+    samples: Samples
+
+
+class Turn:
+    """One response, from its request to its last sample.
+
+    ``run`` never raises for what goes wrong inside: the response says how it ended.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        clock: Clock,
+        sink: Sink,
+        history: History,
+        config: SessionConfig,
+        response: Response,
+        trace: TurnTrace,
+        *,
+        prefilled: asyncio.Task[None] | None,
+        on_audio_started: Callable[[], None],
+    ) -> None:
+        self.response = response
+        self.trace = trace
+        self._services = services
+        self._clock = clock
+        self._sink = sink
+        self._history = history
+        self._config = config
+        self._prefilled = prefilled
+        self._on_audio_started = on_audio_started
+        self._speaks = response.modality == "audio"
+        self._playout = PlayoutClock(config.output_format.rate, services.settings.playout_lead_ms)
+        self._spoken = SpokenRecord(config.output_format.rate)
+        self._item: Item | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._stop_reason: str | None = None
+
+    async def run(self) -> None:
+        """Answer. Returns when the client has all of the answer; ``response`` says how it ended.
+
+        The session sends ``ResponseDone``, when it is ready for the next response.
+        """
+        await self._sink(ResponseStarted(self.response))
+        await self._work_until_end()
+        await self._tell_end()
+
+    async def _work_until_end(self) -> None:
+        self._work = asyncio.create_task(self._answer())
+        if self._stop_reason is not None:
+            self._work.cancel()
+        try:
+            await asyncio.shield(self._work)
+        except asyncio.CancelledError:
+            if not self._work.cancelled():  # not `stop`: the session is closing
+                self._work.cancel()
+                await asyncio.wait([self._work])
+                raise
+            self._end("cancelled", self._stop_reason)
+        except ExceptionGroup as errors:
+            self._end_failed(errors)
+
+    def stop(self, reason: str) -> None:
+        """Silence now: no sample leaves after this call. ``run`` then returns soon."""
+        self._stop_reason = reason
+        if self._work is not None:
+            self._work.cancel()
+
+    def cut_to_heard(self) -> None:
+        """Cut history to what was heard by now. No-op once all of it was."""
+        now = self._clock.now_ns()
+        if self._item is not None and self._playout.is_playing(now):
+            self._history.cut(self._item.id, self._playout.played_samples(now))
+
+    # --- the stages ---
+
+    async def _answer(self) -> None:
+        clauses: asyncio.Queue[str | None] = asyncio.Queue(maxsize=8)
+        spoken: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
+        async with asyncio.TaskGroup() as stages:
+            stages.create_task(self._think(clauses))
+            if self._speaks:
+                stages.create_task(self._voice(clauses, spoken))
+                stages.create_task(self._play(spoken))
+
+    async def _think(self, clauses: asyncio.Queue[str | None]) -> None:
+        spoken_text, chunker = SpokenText(), ClauseChunker()
+        async with aclosing(self._generate()) as events:
+            async for event in events:
+                match event:
+                    case FirstToken():
+                        self._note_first_token(event)
+                        await self._open_item()
+                    case TextDelta() if self._speaks:
+                        self._note_tokens(event.num_tokens)
+                        for clause in chunker.feed(spoken_text.feed(event.text)):
+                            await self._put_clause(clauses, clause)
+                    case TextDelta():
+                        self._note_tokens(event.num_tokens)
+                        await self._write(event.text)
+                    case GenerationDone():
+                        self._note_done(event)
+        for clause in [*chunker.feed(spoken_text.flush()), *chunker.flush()]:
+            await self._put_clause(clauses, clause)
+        if self._speaks:
+            await clauses.put(None)
+
+    async def _put_clause(self, clauses: asyncio.Queue[str | None], clause: str) -> None:
+        self.trace.mark("first_clause", self._clock.now_ns())
+        await clauses.put(clause)
+
+    async def _generate(self) -> AsyncGenerator[GenerationEvent, None]:
+        """The model's answer; drops the oldest messages until the prompt fits the context."""
+        params = SamplingParams(
+            max_tokens=self.response.max_output_tokens or self._services.settings.max_reply_tokens,
+            temperature=self._services.settings.temperature,
+            top_p=self._services.settings.top_p,
+            repetition_penalty=self._services.settings.repetition_penalty,
+        )
+        skip = 0
+        self.trace.mark("llm_submit", self._clock.now_ns())
+        await self._wait_for_prefill()
+        while True:
+            messages = self._history.messages(self._config.instructions, skip)
+            self.trace.facts["dropped_messages"] = skip
+            try:
+                async with aclosing(self._services.engine.generate(messages, params)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except PromptTooLongError as error:
+                if len(messages) <= 2:
+                    raise GenerationError(str(error), code=error.code) from error
+                skip += 2
+            except LlmError as error:
+                raise GenerationError(str(error), code=error.code) from error
+
+    async def _wait_for_prefill(self) -> None:
+        """The prompt is being read already; asking beside it would read it twice."""
+        if self._prefilled is not None and not self._prefilled.done():
+            self.trace.mark("llm_scheduled", self._clock.now_ns())
+            await asyncio.wait([self._prefilled])
+
+    async def _voice(
+        self, clauses: asyncio.Queue[str | None], spoken: asyncio.Queue[Clause | None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while (text := await clauses.get()) is not None:
+            job = partial(self._synthesize, text)
+            samples = await loop.run_in_executor(self._services.workers, job)
+            if len(samples):
+                self.trace.mark("tts_first_audio", self._clock.now_ns())
+            await spoken.put(Clause(text, samples))
+        await spoken.put(None)
+
+    def _synthesize(self, text: str) -> Samples:
+        """Runs in a worker thread."""
+        try:
+            return self._services.synthesizer.synthesize(text, speed=self._config.speed)
+        except AudioError as error:
+            raise SynthesisError(f"speech synthesis failed: {error}") from error
+
+    async def _play(self, spoken: asyncio.Queue[Clause | None]) -> None:
+        rate = self._config.output_format.rate
+        resampler = StreamResampler(self._services.synthesizer.sample_rate, rate)
+        while (clause := await spoken.get()) is not None:
+            samples = resampler.process(clause.samples)
+            self._spoken.timeline.append(clause.text, len(samples))
+            await self._write(clause.text)
+            await self._send(samples)
+        tail = resampler.flush()
+        self._spoken.timeline.append("", len(tail))
+        await self._send(tail)
+
+    # --- to the client ---
+
+    async def _open_item(self) -> None:
+        part = Part("output_audio" if self._speaks else "output_text", "")
+        item = Item(new_id("item"), "assistant", [part], "in_progress")
+        previous = self._history.add(item)
+        if self._speaks:
+            self._history.attach_audio(item.id, self._spoken)
+        self._item = item
+        self.response.output.append(item)
+        await self._sink(OutputStarted(self.response.id, item, previous))
+
+    async def _write(self, text: str) -> None:
+        assert self._item is not None
+        part = self._item.content[0]
+        part.text = (part.text or "") + text
+        await self._sink(OutputText(self.response.id, self._item.id, text))
+
+    async def _send(self, samples: Samples) -> None:
+        """Send audio in pieces of 100 ms, never further ahead of its playout than the lead."""
+        assert self._item is not None
+        fmt = self._config.output_format
+        for start in range(0, len(samples), fmt.rate // 10):
+            chunk = samples[start : start + fmt.rate // 10]
+            if wait_s := self._playout.wait_s(self._clock.now_ns()):
+                await self._clock.sleep(wait_s)
+            payload = encode(chunk, fmt)
+            await self._sink(OutputAudio(self.response.id, self._item.id, payload))
+            sounds_ns = self._playout.sent(len(chunk), self._clock.now_ns())
+            self._spoken.sent_samples += len(chunk)
+            self._item.content[0].audio_ms = self._spoken.sent_ms
+            self._note_audible(chunk, sounds_ns)
+
+    # --- notes ---
+
+    def _note_first_token(self, event: FirstToken) -> None:
+        self.trace.mark("llm_scheduled", event.scheduled_ns)
+        self.trace.mark("llm_first_token", event.first_token_ns)
+        self.trace.facts["prompt_tokens"] = event.prompt_tokens
+        self.trace.facts["cached_tokens"] = event.cached_tokens
+        self.response.usage = ResponseUsage(event.prompt_tokens, event.cached_tokens, 0)
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        usage = self.response.usage
+        self.response.usage = ResponseUsage(usage.input_tokens, usage.cached_tokens, num_tokens)
+        self.trace.facts["completion_tokens"] = num_tokens
+
+    def _note_done(self, event: GenerationDone) -> None:
+        self._note_tokens(event.usage.completion_tokens)
+        self.trace.facts["finish_reason"] = event.finish_reason
+        self.trace.facts["llm_steps"] = event.num_steps
+        if event.finish_reason == "length":
+            self.response.reason = "max_output_tokens"
+
+    def _note_audible(self, chunk: Samples, sounds_ns: int) -> None:
+        if "first_audio_sent" in self.trace.instants:
+            return
+        audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
+        if not len(audible):
+            return
+        offset_ns = int(audible[0]) * 1_000_000_000 // self._config.output_format.rate
+        self.trace.mark("first_audio_sent", sounds_ns + offset_ns)
+        self._on_audio_started()
+
+    # --- the end ---
+
+    def _end(self, status: Literal["cancelled", "failed"], reason: str | None) -> None:
+        self.response.status = status
+        self.response.reason = reason
+        if self._item is not None:
+            self._item.status = "incomplete"
+            self._history.cut(self._item.id, self._playout.played_samples(self._clock.now_ns()))
+
+    def _end_failed(self, errors: ExceptionGroup[Exception]) -> None:
+        known = errors.subgroup(ServiceError)
+        first: Exception = (known or errors).exceptions[0]
+        if isinstance(first, ServiceError):
+            self._end("failed", first.code)
+            self.response.error_message = first.message
+        else:
+            # A bug of ours, or a foreign error that nobody mapped: its text is for the log only.
+            log.error("turn %s failed", self.trace.turn_id, exc_info=errors)
+            self._end("failed", "server_error")
+            self.response.error_message = "internal error; the server's log has the details"
+
+    async def _tell_end(self) -> None:
+        response = self.response
+        if response.status == "in_progress":
+            cut_short = response.reason == "max_output_tokens"
+            response.status = "incomplete" if cut_short else "completed"
+            if self._item is not None:
+                self._item.status = "incomplete" if cut_short else "completed"
+        if self._item is not None:
+            previous = self._history.previous_id(self._item.id)
+            await self._sink(OutputDone(response.id, self._item, previous))
+        self._complete_trace()
+
+    def _complete_trace(self) -> None:
+        self.trace.reply = (self._item.content[0].text or "") if self._item is not None else ""
+        start_ns = min(self.trace.instants.values(), default=0)
+        self.trace.facts["loop_lag_p99_ms"] = self._services.loop_lag.percentile_ms(99, start_ns)
+        self.trace.facts["playout_gap_ms"] = self._playout.gap_ns / 1e6
+        self.trace.facts["reply_audio_s"] = self._spoken.sent_samples / self._spoken.rate
+        self.trace.outcome = {
+            "completed": "answered" if self.trace.reply.strip() else "silent",
+            "incomplete": "incomplete",
+            "cancelled": "interrupted" if self.response.reason == "turn_detected" else "cancelled",
+            "failed": "failed",
+        }[self.response.status]

@@ -1,0 +1,77 @@
+"""Structured logs: one line an event, with the ids of the session and turn it belongs to.
+
+    2026-01-31T12:00:00.123Z info app.api.realtime session=sess_1f turn=- channel closed code=1000
+
+What callers say is logged only when the settings ask for it; keys never are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import TextIO
+
+from app.config import Settings
+
+session_id: ContextVar[str] = ContextVar("session_id", default="-")
+turn_id: ContextVar[str] = ContextVar("turn_id", default="-")
+
+# Where clients put keys: the Authorization header, and a WebSocket subprotocol of browsers.
+_KEY_PLACES = re.compile(r"(?i)(bearer\s+|openai-insecure-api-key\.)[^\s,'\"]+")
+_HIDDEN = "[hidden]"
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class _Formatter(logging.Formatter):
+    """``extra`` fields follow the message as key=value; line breaks are escaped."""
+
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__()
+        self._secrets = [secret for secret in secrets if secret]
+
+    def format(self, record: logging.LogRecord) -> str:
+        extra = " ".join(
+            f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}"
+            for name, value in vars(record).items()
+            if name not in _STANDARD and name != "color_message"
+        )
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        text = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        line = (
+            f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {record.name} "
+            f"session={session_id.get()} turn={turn_id.get()} {text}"
+        )
+        line = f"{line} {extra}" if extra else line
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return self._redacted(line)
+
+    def _redacted(self, line: str) -> str:
+        line = _KEY_PLACES.sub(rf"\1{_HIDDEN}", line)
+        for secret in self._secrets:
+            line = line.replace(secret, _HIDDEN)
+        return line
+
+
+def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
+    """Send all logs to ``stream`` (standard error), replacing earlier handlers."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_Formatter(settings.api_keys))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    root.setLevel(level)
+    # These write a line for every request, or for every frame.
+    for noisy in ("uvicorn.access", "uvicorn.error", "websockets", "httpx", "httpcore", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def speech_field(settings: Settings, name: str, text: str) -> dict[str, object]:
+    """``extra`` for spoken words: the words if the settings allow it, else their length."""
+    return {name: text} if settings.log_transcripts else {f"{name}_chars": len(text)}

@@ -1,0 +1,282 @@
+"""Start and end of a server: models loaded side by side, a socket opened, all closed again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from app.config import Settings
+from app.conversation.services import Services
+from app.errors import ConfigError, ModelStoreError
+from app.logging_setup import setup_logging
+from app.model_store import ModelStore, ProgressSink
+from app.observe.loop_lag import LoopLag
+from app.observe.trace import TraceStore
+from app.web import WEB_ROOT, Connections, create_app
+from audio.asr import Recognizer
+from audio.errors import AudioError
+from audio.frame import SPEECH_RATE, silence
+from audio.tts import Synthesizer
+from audio.vad import VadModel
+from llm_core import ChatMessage, EngineClient, EngineConfig, LlmError
+
+__all__ = ["WEB_ROOT", "build_services", "create_app", "listening", "serve"]
+
+logger = logging.getLogger(__name__)
+
+# A peer that vanished, or never reads, holds its socket no longer than this (TCP_USER_TIMEOUT).
+_DEAD_PEER_MS = 30_000
+_GRACE_S = 5
+_SUPERVISION_S = 0.5
+
+
+@asynccontextmanager
+async def build_services(
+    settings: Settings, progress: ProgressSink | None = None
+) -> AsyncIterator[Services]:
+    """Load and warm up the models, side by side; close them at the end of the block.
+
+    Models that are not installed are fetched; ``progress`` hears of it, in a worker thread.
+    Raises ModelStoreError when a model cannot be had or loaded.
+    """
+    started_s = time.monotonic()
+    async with AsyncExitStack() as stack:
+        workers = ThreadPoolExecutor(settings.speech_workers, thread_name_prefix="speech")
+        stack.callback(workers.shutdown, cancel_futures=True)
+        try:
+            async with asyncio.TaskGroup() as loading:
+                paths = _Paths(settings, progress, workers)
+                engine = loading.create_task(_load_engine(settings, paths, stack))
+                recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
+                synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
+                vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
+                await vad
+        except ExceptionGroup as errors:
+            raise _loading_error(errors) from errors
+        logger.info("models loaded", extra={"took_s": round(time.monotonic() - started_s, 1)})
+        loop_lag = LoopLag()
+        measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
+        stack.callback(measuring.cancel)
+        supervising = asyncio.create_task(_supervise(engine.result()), name="engine supervisor")
+        stack.callback(supervising.cancel)
+        yield Services(
+            engine=engine.result(),
+            recognizer=recognizer.result(),
+            synthesizer=synthesizer.result(),
+            vad=vad.result(),
+            workers=workers,
+            traces=TraceStore(settings.trace_ring),
+            loop_lag=loop_lag,
+            settings=settings,
+        )
+
+
+class _Paths:
+    """Models by name, fetched if need be, in ``workers``."""
+
+    def __init__(
+        self, settings: Settings, progress: ProgressSink | None, workers: ThreadPoolExecutor
+    ) -> None:
+        self._store = ModelStore(settings.home)
+        self._progress = progress
+        self._workers = workers
+
+    async def of(self, name: str) -> Path:
+        arguments = (name,) if self._progress is None else (name, self._progress)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._store.fetch, *arguments)
+
+
+async def _load_engine(settings: Settings, paths: _Paths, stack: AsyncExitStack) -> EngineClient:
+    config = EngineConfig(
+        model_path=str(await paths.of(settings.llm_model)),
+        num_threads=settings.llm_threads,
+        max_sequences=settings.llm_max_sequences,
+        max_context=settings.llm_max_context,
+    )
+    engine = await EngineClient.start(config)
+    stack.push_async_callback(engine.close)
+    # Callers find the instructions read, and no first caller pays for first-time work.
+    await engine.prefill(
+        [ChatMessage("system", settings.instructions), ChatMessage("user", "Hello.")]
+    )
+    return engine
+
+
+async def _supervise(engine: EngineClient) -> None:
+    """Bring a dead engine back at once, not when the next caller has asked and waits."""
+    while True:
+        await asyncio.sleep(_SUPERVISION_S)
+        if not engine.is_alive:
+            try:
+                await engine.restart()
+            except LlmError as error:
+                logger.error("the engine cannot be restarted: %s", error)
+
+
+async def _load_recognizer(
+    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
+) -> Recognizer:
+    path = await paths.of(settings.asr_model)
+
+    def load() -> Recognizer:
+        recognizer = Recognizer(path, num_threads=settings.asr_threads)
+        recognizer.transcribe(silence(SPEECH_RATE))
+        return recognizer
+
+    return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+async def _load_synthesizer(
+    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
+) -> Synthesizer:
+    path = await paths.of(settings.tts_model)
+
+    def load() -> Synthesizer:
+        synthesizer = Synthesizer(path, num_threads=settings.tts_threads)
+        synthesizer.synthesize("Hello, how can I help you?")
+        return synthesizer
+
+    return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+def _loading_error(errors: ExceptionGroup) -> Exception:
+    """The first failure; the rest were cancelled because of it. Faults of ours stay as they are."""
+    error = errors.exceptions[0]
+    if isinstance(error, AudioError | LlmError):
+        return ModelStoreError(f"cannot load a model: {error}")
+    return error
+
+
+@asynccontextmanager
+async def listening(app: FastAPI, settings: Settings) -> AsyncIterator[str]:
+    """Serve ``app`` during the block; gives the URL. The end is graceful: sessions get 1001.
+
+    Raises ConfigError when the address cannot be had.
+    """
+    listener = _bind(settings)
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        ws="websockets-sansio",
+        ws_max_size=settings.max_message_bytes,
+        # Speech in base64 hardly shrinks, and deflating it costs more than the bytes it saves.
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+    )
+    server = _Server(config, app.state.connections)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
+    ready = asyncio.create_task(server.ready.wait(), name="http server start")
+    try:
+        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # raises what went wrong
+            raise ConfigError("the server ended before it was ready")
+        yield _url(settings.host, listener.getsockname()[1])
+    finally:
+        ready.cancel()
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """Says when it is ready; leaves signals to us; lets the sessions end before the sockets."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._connections.close_all("the server is shutting down")
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(settings: Settings) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host {settings.host!r}: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        ) from error
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    """Where a browser on this machine finds the server."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    if ":" in shown and not shown.startswith("["):
+        shown = f"[{shown}]"
+    return f"http://{shown}:{port}"
+
+
+def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
+    """Run until SIGINT or SIGTERM. Prints one line with the URL when callers can connect.
+
+    Raises ConfigError or ModelStoreError when the server cannot start.
+    """
+    setup_logging(settings)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, progress))
+
+
+async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    running = asyncio.create_task(_run(settings, progress), name="server")
+    stopping = asyncio.create_task(stop.wait(), name="signals")
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            logger.info("stopping")
+            running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    finally:
+        stopping.cancel()
+
+
+async def _run(settings: Settings, progress: ProgressSink | None) -> None:
+    async with (
+        build_services(settings, progress) as services,
+        listening(create_app(settings, services), settings) as url,
+    ):
+        print(f"Parley is listening on {url}", flush=True)
+        await asyncio.Event().wait()  # cancelled by `_serve`

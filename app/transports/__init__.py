@@ -1,0 +1,1 @@
+"""How events and audio get in and out."""

@@ -1,0 +1,79 @@
+"""Reading a user's audio file: WAV of every kind, FLAC, and headerless G.711 (.ulaw, .alaw)."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import soundfile as sf
+
+from audio.codecs import PCMA_8K, PCMU_8K, AudioFormat, decode
+from audio.errors import AudioError, AudioFormatError
+from audio.frame import Samples
+
+_EXPECTED = "expected a WAV or FLAC file (any sample rate, mono or stereo, 16-bit, float or G.711)"
+_HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
+# What programs write that stream a WAV and cannot go back to fill in the length.
+_UNKNOWN_LEN = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x7FFFFFFF - 36, 0)
+
+
+def read_audio(path: Path) -> tuple[Samples, int]:
+    """Samples float32 [n] in [-1, 1] and their rate; several channels are mixed by their mean.
+
+    Raises AudioError when the file cannot be opened, AudioFormatError when it is empty, not audio,
+    truncated, or holds no samples or values that are not numbers.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise AudioError(f"cannot read {path}: {error.strerror}") from error
+    if not content:
+        raise AudioFormatError(f"{path} is an empty file (0 bytes): {_EXPECTED}")
+    headerless = _HEADERLESS.get(path.suffix.lower())
+    if headerless is not None:
+        return decode(content, headerless), headerless.rate
+    _check_wav_len(path, content)
+    return _read_container(path)
+
+
+def _read_container(path: Path) -> tuple[Samples, int]:
+    try:
+        with sf.SoundFile(path) as file:
+            rate = int(file.samplerate)
+            num_expected = len(file)
+            frames = file.read(dtype="float32", always_2d=True)
+    except sf.LibsndfileError as error:
+        raise AudioFormatError(f"{path} is not readable audio ({error}): {_EXPECTED}") from error
+    if frames.shape[0] == 0:
+        raise AudioFormatError(f"{path} has a valid header but no samples: {_EXPECTED}")
+    if frames.shape[0] < num_expected:
+        raise AudioFormatError(
+            f"{path} is truncated: its header promises {num_expected} samples, "
+            f"only {frames.shape[0]} are there"
+        )
+    samples: Samples = frames.mean(axis=1, dtype=np.float32)
+    if not np.isfinite(samples).all():
+        raise AudioFormatError(f"{path} holds samples that are not finite numbers")
+    return np.clip(samples, -1.0, 1.0), rate
+
+
+def _check_wav_len(path: Path, content: bytes) -> None:
+    """Raises AudioFormatError for a WAV with its data cut off, which libsndfile takes as it is."""
+    if content[:4] not in (b"RIFF", b"RIFX"):
+        return
+    order = "<" if content[:4] == b"RIFF" else ">"
+    pos = 12
+    while pos + 8 <= len(content):
+        name = content[pos : pos + 4]
+        (chunk_len,) = struct.unpack_from(order + "I", content, pos + 4)
+        num_present = len(content) - pos - 8
+        if name == b"data":
+            if num_present < chunk_len and chunk_len not in _UNKNOWN_LEN:
+                raise AudioFormatError(
+                    f"{path} is truncated: its header promises {chunk_len} bytes of audio, "
+                    f"only {num_present} are there"
+                )
+            return
+        pos += 8 + chunk_len + chunk_len % 2  # chunks are padded to an even length
+    raise AudioFormatError(f"{path} is a WAV file without audio data (truncated?): {_EXPECTED}")

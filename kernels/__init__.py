@@ -1,0 +1,47 @@
+"""The operations a decoder is made of, and the one place that picks their implementation.
+
+Backends: ``cpu`` (fast forms) and ``reference`` (plain float32/float64 oracles). Importing this
+package needs neither Triton nor CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kernels import cpu, reference
+
+BackendName = Literal["cpu", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The operations of one implementation; shapes and semantics are those of ``reference``.
+
+    ``make_rms_norm(weight, eps)`` prepares once and returns ``x [T, H] -> [T, H]``.
+    """
+
+    name: BackendName
+    make_rms_norm: Callable[[torch.Tensor, float], Callable[[torch.Tensor], torch.Tensor]]
+    apply_rope_: Callable[[torch.Tensor, torch.Tensor], None]
+    attention_mask: Callable[[int, int], torch.Tensor | None]
+    attention_: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None
+    ]
+    swiglu: Callable[[torch.Tensor], torch.Tensor]
+
+
+def select_backend(name: BackendName = "cpu") -> Backend:
+    """The operations of backend ``name``."""
+    module = {"cpu": cpu, "reference": reference}[name]
+    return Backend(
+        name=name,
+        make_rms_norm=module.make_rms_norm,
+        apply_rope_=module.apply_rope_,
+        attention_mask=module.attention_mask,
+        attention_=module.attention_,
+        swiglu=module.swiglu,
+    )

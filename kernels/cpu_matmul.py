@@ -1,0 +1,104 @@
+"""Weight-times-activation products on the CPU, one class a storage form.
+
+Each takes a float32 weight (or codes) once, keeps only its packed form, and maps float32
+activations [T, K] to float32 [T, N]. Which form is used when is not decided here, but in
+``llm_core.quant.linear``. Packed bytes depend on the CPU's instruction set: never store them.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+FLOAT16_MAX = 65504.0
+
+
+def has_float16_gemm() -> bool:
+    """Whether this torch has FBGEMM's kernels (x86 with AVX2 or better)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class Float32Matmul:
+    """The plain product; exact reference of all others."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight)
+
+
+class BFloat16Matmul:
+    """Weights and activations in bfloat16; pays only where the CPU multiplies bfloat16."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.to(torch.bfloat16).contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(torch.bfloat16), self._weight).float()
+
+
+class Float16Matmul:
+    """FBGEMM: weights stored in float16, activations and sums in float32.
+
+    Two entry points to the same kernels. The older one costs 28 us less a call (no TorchBind
+    object to unwrap) but uses one thread; the newer splits over torch's threads. The form is fixed
+    by the thread count at construction. The packed form pads the input dimension to a multiple of
+    512. Raises ValueError for weights beyond float16's range.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        if not bool(weight.abs().max() <= FLOAT16_MAX):
+            raise ValueError("weight has values beyond the range of float16")
+        weight = weight.float().contiguous()
+        self._is_single_threaded = torch.get_num_threads() == 1
+        if self._is_single_threaded:
+            self._zero_bias = torch.zeros(weight.shape[0])
+            with warnings.catch_warnings():
+                # Deprecated, but in the pinned torch; warns once per process for each of the two.
+                warnings.filterwarnings("ignore", "fbgemm_.* is deprecated", UserWarning)
+                self._packed = torch.fbgemm_pack_gemm_matrix_fp16(weight)
+                self(torch.zeros(1, weight.shape[1]))
+        else:
+            self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_single_threaded:
+            return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self._packed, self._zero_bias)
+        result: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return result
+
+
+class Int4Matmul:
+    """Grouped 4-bit weights; bfloat16 activations and scales.
+
+    codes int32 [N, K] in 0..15, scale_zero [K / group, N, 2], value (code - 8) * scale + zero;
+    N % 16 == 0, group in 32, 64, 128, 256.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale_zero: torch.Tensor, group: int) -> None:
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self._scale_zero = scale_zero.to(torch.bfloat16).contiguous()
+        self._group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.to(torch.bfloat16), self._packed, self._group, self._scale_zero
+        )
+        return result.float()
+
+
+class Int8Matmul:
+    """8-bit weights with one scale per output row; bfloat16 activations. K % 16 == 0."""
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self._codes = codes.contiguous()
+        self._scale = scale.to(torch.bfloat16)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
+            x.to(torch.bfloat16), self._codes, self._scale
+        )
+        return result.float()

@@ -1,0 +1,98 @@
+"""Oracles: each operation written plainly, in the dtype of its input (float32 or float64).
+
+Nothing here is fast. The fast forms are tested against these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, H] / sqrt(mean(x^2) + eps) * weight [H] (Zhang and Sennrich 2019)."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def make_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``rms_norm`` with weight and eps bound."""
+    return lambda x: rms_norm(x, weight, eps)
+
+
+def rope_table(num_positions: int, head_dim: int, theta: float) -> torch.Tensor:
+    """complex64 [num_positions, 1, head_dim / 2]: exp(i * position * theta^(-2j / head_dim)).
+
+    Su et al. 2021, computed in float64 and rounded once.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    positions = torch.arange(num_positions, dtype=torch.float64)
+    angles = torch.outer(positions, theta**-exponents)
+    table = torch.polar(torch.ones_like(angles), angles)
+    return table.to(torch.complex64).unsqueeze(1)
+
+
+def apply_rope_(heads: torch.Tensor, rotations: torch.Tensor) -> None:
+    """Rotates heads [T, num_heads, head_dim] in place; rotations complex [T, 1, head_dim / 2].
+
+    Interleaved pairs: (x[2j], x[2j + 1]) is one complex number, as in GGUF llama files and the
+    original paper. Weights in Hugging Face order (halves) must have their rows interleaved.
+    """
+    even, odd = heads[..., 0::2].clone(), heads[..., 1::2].clone()
+    cos, sin = rotations.real.to(heads.dtype), rotations.imag.to(heads.dtype)
+    heads[..., 0::2] = even * cos - odd * sin
+    heads[..., 1::2] = even * sin + odd * cos
+
+
+def attention_mask(start: int, length: int) -> torch.Tensor | None:
+    """bool [length, start + length]: True where row i (position start + i) sees position j."""
+    rows = torch.arange(start, start + length).unsqueeze(1)
+    return torch.arange(start + length).unsqueeze(0) <= rows
+
+
+def attention_(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of one segment, written to ``out`` [T, num_heads, head_dim].
+
+    query [T, num_heads, head_dim]; keys and values [num_kv_heads, L, head_dim], whose last T
+    positions are the query's own; query head h uses key/value head h // (num_heads //
+    num_kv_heads). ``mask`` comes from ``attention_mask`` of the same backend.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    group_size = num_heads // keys.shape[0]
+    for head in range(num_heads):
+        head_keys, head_values = keys[head // group_size], values[head // group_size]
+        scores = query[:, head] @ head_keys.T / head_dim**0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        out[:, head] = torch.softmax(scores, -1) @ head_values
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I] -> silu(gate) * up [T, I] (Shazeer 2020)."""
+    gate, up = gate_up.chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def dequantize_int4(codes: torch.Tensor, scale_zero: torch.Tensor, group: int) -> torch.Tensor:
+    """codes int [N, K] in 0..15, scale_zero [K / group, N, 2] -> (code - 8) * scale + zero."""
+    scale = scale_zero[..., 0].T.repeat_interleave(group, 1)
+    zero = scale_zero[..., 1].T.repeat_interleave(group, 1)
+    return (codes.to(scale.dtype) - 8) * scale + zero
+
+
+def int4_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scale_zero: torch.Tensor, group: int
+) -> torch.Tensor:
+    """x [T, K] times the transposed dequantised weight -> [T, N]."""
+    return x @ dequantize_int4(codes, scale_zero, group).T
+
+
+def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, K], codes int8 [N, K], scale [N] -> [T, N]."""
+    return x @ (codes.to(scale.dtype) * scale.unsqueeze(1)).T

@@ -1,0 +1,174 @@
+"""How the engine process and its client talk: msgpack frames over a local stream socket.
+
+A frame is a length (4 bytes, little endian) and that many bytes of msgpack. The client sends one
+command a frame; the worker sends a list of events a frame, all that one step brought. Both sides
+decode into typed structs, and a frame above the limit ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import msgspec
+
+from llm_core.messages import (
+    ChatMessage,
+    EngineConfig,
+    EngineStats,
+    GenerationEvent,
+    ModelInfo,
+    PrefillResult,
+    SamplingParams,
+)
+
+MAX_COMMAND_BYTES = 16 * 1024 * 1024
+MAX_EVENTS_BYTES = 16 * 1024 * 1024
+_HEADER_BYTES = 4
+
+
+class ProtocolError(Exception):
+    """The other side sent a frame that is cut off, too long, or not understood."""
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """The first command: load this."""
+
+    config: EngineConfig
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    request_id: int
+    messages: tuple[ChatMessage, ...]
+    params: SamplingParams
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    request_id: int
+    messages: tuple[ChatMessage, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Ends a request; no event answers it."""
+
+    request_id: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="stats"):
+    request_id: int
+
+
+Command = Start | Generate | Prefill | Abort | GetStats
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded."""
+
+    info: ModelInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The model is not loaded, and the process ends."""
+
+    code: str
+    message: str
+
+
+class Generated(msgspec.Struct, frozen=True, tag="generated"):
+    request_id: int
+    event: GenerationEvent
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+    request_id: int
+    result: PrefillResult
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    request_id: int
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The request is over. ``code`` and ``message`` are those of an error of errors.py."""
+
+    request_id: int
+    code: str
+    message: str
+
+
+Event = Ready | StartFailed | Generated | Prefilled | Stats | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_events_decoder = msgspec.msgpack.Decoder(list[Event])
+
+
+def encode_command(command: Command) -> bytes:
+    """A whole frame. Raises ProtocolError when it is too long, or holds what msgpack cannot."""
+    try:
+        return _frame(_encoder.encode(command), MAX_COMMAND_BYTES)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise ProtocolError(str(error)) from error
+
+
+def encode_events(events: list[Event]) -> bytes:
+    """A whole frame. Raises ProtocolError when it is too long."""
+    return _frame(_encoder.encode(events), MAX_EVENTS_BYTES)
+
+
+def receive_command(connection: socket.socket) -> Command | None:
+    """Blocks for the next command; None when the client has closed. Raises ProtocolError."""
+    header = _receive_exactly(connection, _HEADER_BYTES)
+    if header is None:
+        return None
+    payload = _receive_exactly(connection, _payload_len(header, MAX_COMMAND_BYTES))
+    if payload is None:
+        return None
+    command: Command = _decode(_command_decoder, payload)
+    return command
+
+
+async def read_events(reader: asyncio.StreamReader) -> list[Event] | None:
+    """The next events; None when the worker has closed. Raises ProtocolError."""
+    try:
+        header = await reader.readexactly(_HEADER_BYTES)
+        payload = await reader.readexactly(_payload_len(header, MAX_EVENTS_BYTES))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    events: list[Event] = _decode(_events_decoder, payload)
+    return events
+
+
+def _frame(payload: bytes, max_bytes: int) -> bytes:
+    if len(payload) > max_bytes:
+        raise ProtocolError(f"{len(payload)} bytes are more than the {max_bytes} of a frame")
+    return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
+
+
+def _payload_len(header: bytes, max_bytes: int) -> int:
+    length = int.from_bytes(header, "little")
+    if length > max_bytes:
+        raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {max_bytes}")
+    return length
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes) -> Any:
+    try:
+        return decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a frame is not understood: {error}") from error
+
+
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        try:
+            part = connection.recv(min(num_bytes - len(parts), 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,1 @@
+"""Model files -> configuration and named tensors."""

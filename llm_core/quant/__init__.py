@@ -1,0 +1,1 @@
+"""Weights in their stored formats, and the layer that multiplies by them."""

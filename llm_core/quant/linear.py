@@ -1,0 +1,121 @@
+"""The layer that multiplies by a weight, whatever its format, and the one place that chooses how.
+
+Measured on one thread of an AMD EPYC Zen 3 (AVX2; no AVX512, VNNI or BF16), torch 2.13.0, weights
+rotated so that caches are cold, microseconds. The machine was shared: compare within a row.
+
+    weight [out, in]  rows  float32  float16  int4pack  int8pack  oneDNN int8  bfloat16
+    960x576              1      159       55        81       100          143       147
+                         8      312      133       219       253          181      1062
+                        64      982      908      1749      1787          517      7485
+                       256     3419     3588      7677     10704         1761     34730
+    3072x576             1      506      200       256       310          350       388
+                         8     1069      529      1132       841          715      3289
+                        64     4104     2534      9745      9583         1632     26785
+                       256    15024    14565     31220     41567         5798    108126
+    49152x576            1     9003     3110      4263     10251         7432      7489
+                         8    23523     9385     18974     19973        12030     51508
+
+So on AVX2 float16 weights with float32 arithmetic (FBGEMM) win at few rows and draw with float32 at
+many; they are also exact but for rounding the weight to 11 bits. int4pack and int8pack round
+activations to bfloat16. oneDNN's int8 is twice as fast from 64 rows on, but needs one scale per
+output row and activations in 8 bits: a loss that is not taken by default. The price of float16 is
+memory: 2 bytes a weight, and FBGEMM pads the input dimension to a multiple of 512 (576 -> 1024).
+
+With AVX512 the 4-bit form is no longer bound by arithmetic (20 us for 960x576 and 55 us for
+3072x576 at one row on two threads, 33 and 94 us at four) and serves few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kernels.cpu_matmul import (
+    BFloat16Matmul,
+    Float16Matmul,
+    Float32Matmul,
+    Int4Matmul,
+    Int8Matmul,
+    has_float16_gemm,
+)
+from llm_core.quant.formats import BLOCK_LEN, BlockTensor, Weight, quantize_int8, to_float
+
+WeightFormat = Literal["float32", "float16", "bfloat16", "int4", "int8"]
+Matmul = Callable[[torch.Tensor], torch.Tensor]
+
+_UNLIMITED_ROWS = 1 << 62
+# Up to this many rows the 4-bit form is the faster of the two that "int4" keeps.
+_INT4_MAX_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FormatChoice:
+    """What the layers' weights and the output head are kept as."""
+
+    layers: WeightFormat
+    head: WeightFormat
+
+    def __str__(self) -> str:
+        return self.layers if self.layers == self.head else f"{self.layers}+{self.head} head"
+
+
+def choose_formats(requested: str) -> FormatChoice:
+    """The formats for ``requested``: a WeightFormat for all, or "auto" for this CPU's fastest.
+
+    Raises ValueError for an unknown name.
+    """
+    if requested == "auto":
+        if "AVX512" in torch.backends.cpu.get_cpu_capability():
+            return FormatChoice("int4", "int8")
+        best: WeightFormat = "float16" if has_float16_gemm() else "float32"
+        return FormatChoice(best, best)
+    for name in WeightFormat.__args__:  # type: ignore[attr-defined]
+        if requested == name:
+            return FormatChoice(name, name)
+    raise ValueError(f"unknown weight format {requested!r}")
+
+
+class Linear:
+    """float32 x [T, K] -> float32 x @ weight.T [T, N]."""
+
+    def __init__(self, weight: Weight, weight_format: WeightFormat) -> None:
+        self.out_size, self.in_size = weight.shape
+        self._plan = _plan(weight, weight_format)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.shape[0]
+        for max_rows, matmul in self._plan:
+            if num_rows <= max_rows:
+                return matmul(x)
+        raise AssertionError("the last step of a plan takes any number of rows")
+
+
+def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmul], ...]:
+    """Which operation serves up to how many rows. The only place that chooses."""
+    values = to_float(weight)
+    num_out, num_in = values.shape
+    if weight_format == "float32":
+        return ((_UNLIMITED_ROWS, Float32Matmul(values)),)
+    if weight_format == "bfloat16":
+        return ((_UNLIMITED_ROWS, BFloat16Matmul(values)),)
+    many_rows = _many_rows_matmul(values)
+    if weight_format == "int8" and num_in % 16 == 0:
+        return ((_INT4_MAX_ROWS, Int8Matmul(*quantize_int8(values))), (_UNLIMITED_ROWS, many_rows))
+    # Quantising to 4 bits here would lose more than the file's maker agreed to: only weights that
+    # are stored so run so.
+    is_int4 = isinstance(weight, BlockTensor) and weight.kind != "Q8_0" and num_out % 16 == 0
+    if weight_format == "int4" and is_int4:
+        assert isinstance(weight, BlockTensor)
+        few_rows = Int4Matmul(*weight.int4(), BLOCK_LEN)
+        return ((_INT4_MAX_ROWS, few_rows), (_UNLIMITED_ROWS, many_rows))
+    return ((_UNLIMITED_ROWS, many_rows),)
+
+
+def _many_rows_matmul(values: torch.Tensor) -> Matmul:
+    """float16 weights where they can be represented and multiplied, else float32."""
+    if has_float16_gemm() and bool(values.abs().max() <= 65504.0):
+        return Float16Matmul(values)
+    return Float32Matmul(values)

@@ -1,0 +1,238 @@
+"""Chooses the next token from a row of logits.
+
+The random number of a token depends only on its request's seed and its position, never on what
+else is in the batch or on how many steps were made: equal logits give equal text.
+
+Order of processing: penalties, temperature, top-k, top-p (of what top-k left), min-p.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_core.errors import InvalidRequestError, LlmError
+from llm_core.messages import SamplingParams
+
+FloatRow = npt.NDArray[np.float32]
+IdRow = npt.NDArray[np.int64]
+
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_CHARS = 256
+_GREEDY_BELOW = 1e-5  # smaller temperatures leave nothing to chance in float32
+# Distances from the best scaled logit (natural log) within which the nucleus is looked for.
+_NUCLEUS_DEPTHS = (4.0, 16.0)
+_NUM_SORTED = 2048
+_NUM_BINS = 1024
+_BLOCK_LEN = 256
+
+_WORD = 0xFFFF_FFFF
+
+
+def validate_params(params: SamplingParams) -> None:
+    """Raises InvalidRequestError, naming the parameter."""
+    for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+        if not math.isfinite(getattr(params, name)):
+            raise InvalidRequestError(f"{name}: must be a finite number")
+    checks = (
+        ("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1"),
+        ("temperature", params.temperature, params.temperature >= 0.0, "0 or more"),
+        ("top_k", params.top_k, params.top_k >= 0, "0 (off) or more"),
+        ("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "above 0 and at most 1"),
+        ("min_p", params.min_p, 0.0 <= params.min_p <= 1.0, "between 0 and 1"),
+        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
+        *(
+            (name, value, -2.0 <= value <= 2.0, "between -2 and 2")
+            for name, value in (
+                ("frequency_penalty", params.frequency_penalty),
+                ("presence_penalty", params.presence_penalty),
+            )
+        ),
+        ("stop", len(params.stop), len(params.stop) <= _MAX_STOP_STRINGS, "at most 16 strings"),
+    )
+    for name, value, is_good, expected in checks:
+        if not is_good:
+            raise InvalidRequestError(f"{name}: must be {expected}, got {value}")
+    for text in params.stop:
+        if not 1 <= len(text) <= _MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                f"stop: each string must have 1 to {_MAX_STOP_CHARS} characters, got {len(text)}"
+            )
+
+
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+class SamplerState:
+    """What choosing a request's tokens needs to remember: its seed, and counts for penalties."""
+
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], *, vocab_size: int
+    ) -> None:
+        self.params = params
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._counts: npt.NDArray[np.float32] | None = None
+        self._seen: npt.NDArray[np.bool_] | None = None
+        if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+            self._counts = np.zeros(vocab_size, dtype=np.float32)
+        if params.repetition_penalty != 1.0:
+            self._seen = np.zeros(vocab_size, dtype=np.bool_)
+            self._seen[np.asarray(prompt_ids, dtype=np.int64)] = True
+
+    def observe(self, token_id: int) -> None:
+        """Counts a generated token."""
+        if self._counts is not None:
+            self._counts[token_id] += 1.0
+        if self._seen is not None:
+            self._seen[token_id] = True
+
+    def penalise(self, row: FloatRow) -> FloatRow:
+        """``row`` float32 [vocab] with penalties; the same array when there are none.
+
+        Repetition (CTRL) counts prompt and reply, frequency and presence (OpenAI) the reply alone.
+        """
+        if self._seen is None and self._counts is None:
+            return row
+        row = row.copy()
+        if self._seen is not None:
+            ids = np.flatnonzero(self._seen)
+            values, factor = row[ids], np.float32(self.params.repetition_penalty)
+            row[ids] = np.where(values > 0, values / factor, values * factor)
+        if self._counts is not None:
+            ids = np.flatnonzero(self._counts)
+            counts = self._counts[ids]
+            row[ids] -= counts * np.float32(self.params.frequency_penalty)
+            row[ids] -= np.float32(self.params.presence_penalty)
+        return row
+
+
+def sample_row(row: FloatRow, state: SamplerState, position: int) -> int:
+    """The token at ``position`` (its index in the sequence) from logits float32 [vocab].
+
+    Raises LlmError when the model produced no usable logits.
+    """
+    row = state.penalise(row)
+    best = int(row.argmax())
+    # argmax stops at the first NaN, so this one look finds NaN anywhere, +inf, and all -inf.
+    if not math.isfinite(row[best]):
+        raise LlmError(f"the model produced unusable logits (best value {row[best]})")
+    if state.params.temperature < _GREEDY_BELOW or state.params.top_k == 1:
+        return best
+    ids, weights = candidates(row, float(row[best]), state.params)
+    at = _draw(weights, uniform(state.seed, position))
+    return at if ids is None else int(ids[at])
+
+
+def candidates(row: FloatRow, best: float, params: SamplingParams) -> tuple[IdRow | None, FloatRow]:
+    """Tokens that may be drawn and their weights (probabilities but for a common factor).
+
+    ``row``: float32 [vocab], ``best``: its maximum. Returns (ids int64 [n], weights float32 [n]) in
+    an order that follows from the logits alone; ids None means the whole vocabulary in order. Of
+    equal logits at the edge of top-k or top-p, the smaller ids are kept.
+    """
+    scaled = row - np.float32(best)
+    scaled /= np.float32(params.temperature)
+    ids: IdRow | None = None
+    if 0 < params.top_k < len(row):
+        ids = _top_k(scaled, params.top_k)
+        scaled = scaled[ids]
+    weights: FloatRow = np.exp(scaled)
+    if params.top_p < 1.0:
+        kept = _nucleus(scaled, weights, params.top_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    if params.min_p > 0.0:
+        # The best token has weight 1.
+        strong = np.flatnonzero(weights >= np.float32(params.min_p))
+        ids = strong if ids is None else ids[strong]
+        weights = weights[strong]
+    return ids, weights
+
+
+def _top_k(scaled: FloatRow, k: int) -> IdRow:
+    """The k largest, by falling value; of equal ones, those with the smaller ids."""
+    kth = np.partition(scaled, len(scaled) - k)[len(scaled) - k]
+    return _falling(scaled, np.flatnonzero(scaled >= kth))[:k]
+
+
+def _nucleus(scaled: FloatRow, weights: FloatRow, top_p: float) -> IdRow:
+    """The fewest best tokens whose share of the total weight reaches ``top_p``; at least one.
+
+    Sorting 49k logits takes milliseconds. The nucleus is mostly a handful near the best token, so
+    only those are sorted; a broad one is found by bins of logits, of which one bin is sorted.
+    """
+    needed = top_p * float(weights.sum())
+    for depth in _NUCLEUS_DEPTHS:
+        near = np.flatnonzero(scaled >= -depth)
+        if float(weights[near].sum()) >= needed:
+            break
+    else:
+        near = np.flatnonzero(weights > 0.0)
+    if len(near) <= _NUM_SORTED:
+        return _cut_falling(scaled, weights, near, needed)
+    depths = -scaled[near]
+    deepest = max(float(depths.max()), 1e-6)  # all may be equal
+    bins = (depths * np.float32((_NUM_BINS - 1) / deepest)).astype(np.int64)
+    sums = np.cumsum(np.bincount(bins, weights=weights[near], minlength=_NUM_BINS))
+    last = min(int(np.searchsorted(sums, needed, side="left")), _NUM_BINS - 1)
+    before = float(sums[last - 1]) if last else 0.0
+    edge = _cut_falling(scaled, weights, near[bins == last], needed - before)
+    return np.concatenate((near[bins < last], edge))
+
+
+def _cut_falling(scaled: FloatRow, weights: FloatRow, ids: IdRow, needed: float) -> IdRow:
+    ids = _falling(scaled, ids)
+    sums = np.cumsum(weights[ids], dtype=np.float64)
+    return ids[: int(np.searchsorted(sums, needed, side="left")) + 1]
+
+
+def _draw(weights: FloatRow, fraction: float) -> int:
+    """The index at which the running sum of ``weights`` passes ``fraction`` of their total.
+
+    By blocks first: a running sum over a whole vocabulary takes most of a millisecond.
+    """
+    starts = np.arange(0, len(weights), _BLOCK_LEN)
+    block_sums = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    point = fraction * float(block_sums[-1])
+    block = min(int(np.searchsorted(block_sums, point, side="right")), len(starts) - 1)
+    before = float(block_sums[block - 1]) if block else 0.0
+    start = block * _BLOCK_LEN
+    sums = np.cumsum(weights[start : start + _BLOCK_LEN], dtype=np.float64)
+    at = int(np.searchsorted(sums, point - before, side="right"))
+    if at == len(sums):  # rounding: the last one that has any weight
+        at = int(np.flatnonzero(weights[start : start + _BLOCK_LEN])[-1])
+    return start + at
+
+
+def _falling(values: FloatRow, ids: npt.NDArray[Any]) -> IdRow:
+    return ids[np.argsort(-values[ids], kind="stable")]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, from a 64-bit ``seed`` and a ``position``."""
+    a, b, _, _ = philox4x32((position & _WORD, position >> 32, 0, 0), (seed & _WORD, seed >> 32))
+    return ((a >> 5) * 67108864.0 + (b >> 6)) / 9007199254740992.0
+
+
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            (product1 >> 32) ^ c1 ^ k0,
+            product1 & _WORD,
+            (product0 >> 32) ^ c3 ^ k1,
+            product0 & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3

@@ -1,0 +1,1 @@
+"""Tests: flat test_<module>.py files here; integration/ needs models, browser/ needs Chromium."""

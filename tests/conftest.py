@@ -1,0 +1,81 @@
+"""Fixtures that several test modules share. Real models and recordings are found, or skipped with
+a reason; nothing is replaced silently."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The recordings and texts beside the project."""
+    data = ROOT.parent / "shared" / "data"
+    if not (data / "MANIFEST.tsv").is_file():
+        pytest.skip("the recordings in ../shared/data are not on this machine")
+    return data
+
+
+def _model(name: str) -> Path:
+    from app.config import load_settings
+    from app.errors import ModelStoreError
+    from app.model_store import ModelStore
+
+    try:
+        return ModelStore(load_settings().home).resolve(name)
+    except ModelStoreError as error:
+        pytest.skip(f"{name} is not installed ({error}); `parley models fetch` gets it")
+
+
+@pytest.fixture(scope="session")
+def llm_model_path() -> Path:
+    """The embedded LLM's GGUF file."""
+    return _model("package:smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def asr_model_dir() -> Path:
+    """The embedded faster-whisper model's folder."""
+    return _model("package:whisper-tiny.en")
+
+
+@pytest.fixture(scope="session")
+def tts_voice_path() -> Path:
+    """The embedded Piper voice's .onnx file."""
+    return _model("package:piper-en_US-joe-medium")
+
+
+@pytest.fixture(scope="session")
+def server_url(llm_model_path: Path, asr_model_dir: Path, tts_voice_path: Path) -> Iterator[str]:
+    """Base URL of a real server with the embedded models, run as a user would run it."""
+    command = [sys.executable, "-m", "app", "serve", "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ}
+    ) as server:
+        assert server.stdout is not None
+        url = None
+        for line in server.stdout:
+            if "listening on http" in line:
+                url = line.split("listening on ")[1].split()[0]
+                break
+        assert url is not None, f"the server ended with {server.wait()} before it was ready"
+        yield url
+        server.terminate()
+        server.stdout.read()
+        assert server.wait(timeout=30) == 0, "the server did not shut down cleanly"
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

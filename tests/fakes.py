@@ -1,0 +1,222 @@
+"""Stand-ins for models and time, maintained like any other code. No user's path uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from app.config import Settings
+from app.conversation.events import SessionEvent
+from app.conversation.services import Services
+from app.observe.loop_lag import LoopLag
+from app.observe.trace import TraceStore
+from audio.asr import Transcript
+from llm_core import (
+    ChatMessage,
+    FirstToken,
+    GenerationDone,
+    GenerationEvent,
+    PrefillResult,
+    SamplingParams,
+    TextDelta,
+    Usage,
+)
+
+Samples = npt.NDArray[np.float32]
+
+
+class ManualClock:
+    """Time that moves only when a test says so. Sleepers wake in the order of their deadlines."""
+
+    def __init__(self) -> None:
+        self._now_ns = 1_000_000_000
+        self._sleepers: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._serial = 0
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    async def sleep(self, seconds: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._serial += 1
+        heapq.heappush(self._sleepers, (self._now_ns + int(seconds * 1e9), self._serial, future))
+        await future
+
+    async def advance(self, seconds: float) -> None:
+        """Move time on, waking sleepers at their own instants, and let everything settle."""
+        end = self._now_ns + int(seconds * 1e9)
+        await settle()
+        while self._sleepers and self._sleepers[0][0] <= end:
+            at, _, future = heapq.heappop(self._sleepers)
+            self._now_ns = max(self._now_ns, at)
+            if not future.done():
+                future.set_result(None)
+            await settle()
+        self._now_ns = end
+
+
+async def settle(rounds: int = 50) -> None:
+    """Let every task that can run do so."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+class InlineExecutor(ThreadPoolExecutor):
+    """Runs jobs at once on the calling thread: no thread, no race."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class EnergyVad:
+    """Voice is what is loud. Same interface as ``VadModel``."""
+
+    def run(self, window: Samples, h: Samples, c: Samples) -> tuple[float, Samples, Samples]:
+        rms = float(np.sqrt(np.mean(window[:, -512:] ** 2)))
+        return (1.0 if rms > 0.01 else 0.0), h, c
+
+
+class ScriptedRecognizer:
+    """Hears the next of ``texts`` in every piece of audio; nothing in silence."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.heard_s: list[float] = []
+        self.error: Exception | None = None
+
+    def transcribe(
+        self, samples: Samples, *, prompt: str | None = None, language: str | None = None
+    ) -> Transcript:
+        if self.error is not None:
+            raise self.error
+        self.heard_s.append(len(samples) / 16_000)
+        text = self.texts.pop(0) if self.texts else ""
+        return Transcript(
+            text=text,
+            audio_s=len(samples) / 16_000,
+            avg_logprob=-0.1,
+            no_speech_prob=0.0,
+            compression_ratio=1.0,
+            encoder_frames=100,
+            num_fallbacks=0,
+            took_ms=1.0,
+        )
+
+
+class ToneSynthesizer:
+    """Speaks a tone: 1,000 samples a character at 24 kHz."""
+
+    sample_rate = 24_000
+
+    def __init__(self) -> None:
+        self.spoken: list[str] = []
+        self.error: Exception | None = None
+
+    def synthesize(self, text: str, *, speed: float = 1.0) -> Samples:
+        if self.error is not None:
+            raise self.error
+        self.spoken.append(text)
+        return np.full(1_000 * len(text.strip()), 0.5, np.float32)
+
+
+class ScriptedEngine:
+    """Answers with ``replies`` in turn, word by word; ``gate`` holds it before the next word."""
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = list(replies)
+        self.requests: list[list[ChatMessage]] = []
+        self.prefills: list[list[ChatMessage]] = []
+        self.params: list[SamplingParams] = []
+        self.num_running = 0
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def prefill(self, messages: Sequence[ChatMessage]) -> PrefillResult:
+        self.prefills.append(list(messages))
+        return PrefillResult(prompt_tokens=10, cached_tokens=0)
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], params: SamplingParams
+    ) -> AsyncIterator[GenerationEvent]:
+        self.requests.append(list(messages))
+        self.params.append(params)
+        self.num_running += 1
+        try:
+            if self.error is not None:
+                raise self.error
+            yield FirstToken(
+                received_ns=0, scheduled_ns=1, first_token_ns=2, prompt_tokens=10, cached_tokens=4
+            )
+            words = self.replies.pop(0).split(" ")
+            for count, word in enumerate(words, 1):
+                await self.gate.wait()
+                if count > params.max_tokens:
+                    break
+                yield TextDelta(text=word if count == 1 else f" {word}", num_tokens=count)
+            done = min(len(words), params.max_tokens)
+            yield GenerationDone(
+                finish_reason="stop" if done == len(words) else "length",
+                usage=Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=done),
+                num_steps=done,
+                finished_ns=3,
+            )
+        finally:
+            self.num_running -= 1
+
+
+class Recorder:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.events: list[SessionEvent] = []
+
+    async def __call__(self, event: SessionEvent) -> None:
+        self.events.append(event)
+
+    def of(self, *kinds: type) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kinds)]
+
+    def names(self) -> list[str]:
+        return [type(e).__name__ for e in self.events]
+
+
+def fake_services(
+    engine: ScriptedEngine,
+    recognizer: ScriptedRecognizer | None = None,
+    synthesizer: ToneSynthesizer | None = None,
+    **settings: Any,
+) -> Services:
+    """Services without a model in them."""
+    return Services(
+        engine=cast(Any, engine),
+        recognizer=cast(Any, recognizer or ScriptedRecognizer()),
+        synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
+        vad=cast(Any, EnergyVad()),
+        workers=InlineExecutor(1),
+        traces=TraceStore(100),
+        loop_lag=LoopLag(),
+        settings=Settings(**settings),
+    )
+
+
+def voice(seconds: float, rate: int = 24_000) -> bytes:
+    """Loud PCM16."""
+    t = np.arange(int(seconds * rate)) / rate
+    return (np.sin(2 * np.pi * 220 * t) * 8_000).astype("<i2").tobytes()
+
+
+def silence(seconds: float, rate: int = 24_000) -> bytes:
+    """Digital silence in PCM16."""
+    return bytes(2 * int(seconds * rate))

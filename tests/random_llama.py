@@ -1,0 +1,111 @@
+"""Random Llama models in memory, and the same model as Hugging Face transformers runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llm_core.batch import ForwardBatch, Segment
+from llm_core.config import ModelConfig
+from llm_core.loading.weights import weight_shapes
+from llm_core.runner import ModelRunner
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Two layers, 4 heads over 2 key/value heads of width 16, 97 words."""
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 97,
+        "context_len": 128,
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights scaled so that activations keep their size; norms differ from 1."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        values = torch.randn(shape, generator=generator)
+        weights[name] = values / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.2 * values
+    return weights
+
+
+def tiny_runner(config: ModelConfig | None = None, **options: Any) -> ModelRunner:
+    """A runner of a random model; float32 and two slots unless told otherwise."""
+    config = config or tiny_config()
+    return ModelRunner(config, random_weights(config), **({"num_slots": 2} | options))
+
+
+def random_tokens(config: ModelConfig, length: int, seed: int = 1) -> torch.Tensor:
+    """int64 [length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (length,), generator=generator)
+
+
+def run_chunk(
+    runner: ModelRunner, tokens: torch.Tensor, *, slot: int = 0, start: int = 0
+) -> torch.Tensor:
+    """Logits of all ``tokens`` (a copy), computed as one segment."""
+    segment = Segment(slot, start, tokens.shape[0])
+    return runner.forward(ForwardBatch(tokens, (segment,), torch.arange(tokens.shape[0]))).clone()
+
+
+def transformers_llama(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:
+    """A float32 LlamaForCausalLM with our weights, RoPE rows put into its order of halves."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.context_len,
+            rms_norm_eps=config.rms_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_embeddings,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    state = {
+        "model.embed_tokens.weight": weights["embedding"],
+        "model.norm.weight": weights["final_norm"],
+        "lm_head.weight": weights["embedding" if config.tie_embeddings else "head"],
+    }
+    names = {
+        "attention_norm": "input_layernorm",
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "attention_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    for layer in range(config.num_layers):
+        for ours, theirs in names.items():
+            weight = weights[f"layers.{layer}.{ours}"]
+            if ours in ("query", "key"):
+                weight = _halves(weight, config.head_dim)
+            state[f"model.layers.{layer}.{theirs}.weight"] = weight
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _halves(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of each head from pairs (2j, 2j + 1) to halves (j, j + head_dim / 2)."""
+    pairs = weight.view(-1, head_dim // 2, 2, weight.shape[1])
+    return pairs.transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,113 @@
+"""Keys, and pages of other sites."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from starlette.datastructures import Headers
+
+from app.auth import AuthenticationError, Gatekeeper, OriginError
+from app.config import Settings
+from app.logging_setup import session_id, setup_logging, speech_field
+
+KEYED = Gatekeeper(Settings(api_keys=("first-key", "zweiter-schlüssel")))
+OPEN = Gatekeeper(Settings())
+
+
+def check(gate: Gatekeeper, *subprotocols: str, **headers: str) -> None:
+    gate.check(Headers(headers), subprotocols)
+
+
+def test_no_keys_configured_means_no_key_is_asked_for() -> None:
+    check(OPEN)
+    check(OPEN, authorization="Bearer anything")
+
+
+@pytest.mark.parametrize("key", ["first-key", "zweiter-schlüssel"])
+def test_a_known_key_is_taken_from_either_place(key: str) -> None:
+    check(KEYED, authorization=f"Bearer {key}")
+    check(KEYED, authorization=f"bearer  {key}")
+    check(KEYED, "realtime", f"openai-insecure-api-key.{key}")
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer first-ke",
+        "Bearer first-keyy",
+        "Basic first-key",
+        "first-key",
+    ],
+)
+def test_anything_else_is_refused(authorization: str) -> None:
+    with pytest.raises(AuthenticationError) as caught:
+        check(KEYED, "realtime", authorization=authorization)
+    assert caught.value.code == "invalid_api_key"
+    assert "first-ke" not in caught.value.message
+
+
+def test_a_wrong_subprotocol_key_is_refused() -> None:
+    with pytest.raises(AuthenticationError):
+        check(KEYED, "realtime", "openai-insecure-api-key.wrong")
+    with pytest.raises(AuthenticationError):
+        check(KEYED, "openai-insecure-api-key.")
+
+
+def test_pages_of_the_server_itself_may_connect() -> None:
+    check(OPEN, origin="http://127.0.0.1:8080", host="127.0.0.1:8080")
+    # TLS ends at a proxy: the page is https, we see http.
+    check(OPEN, origin="https://voice.example", host="Voice.Example")
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "", "file://", "https://"]
+)
+def test_other_pages_may_not(origin: str) -> None:
+    with pytest.raises(OriginError):
+        check(OPEN, origin=origin, host="127.0.0.1:8080")
+
+
+def test_the_operator_may_allow_other_pages() -> None:
+    gate = Gatekeeper(Settings(allowed_origins=("https://App.example/",)))
+    check(gate, origin="https://app.example", host="parley.example")
+    with pytest.raises(OriginError):
+        check(gate, origin="http://app.example", host="parley.example")
+    check(Gatekeeper(Settings(allowed_origins=("*",))), origin="null", host="x")
+
+
+@pytest.fixture
+def log() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_logs_carry_the_session_and_hide_keys(log: io.StringIO) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        setup_logging(Settings(api_keys=("hidden-key",)), log)
+        token = session_id.set("sess_7")
+        logging.getLogger("app.test").info(
+            "headers: Authorization: Bearer other-key\nopenai-insecure-api-key.third-key",
+            extra={"key": "hidden-key", "num_bytes": 12},
+        )
+        logging.getLogger("app.test").debug("not at this level")
+        session_id.reset(token)
+    finally:
+        root.handlers[:], root.level = before
+    (line,) = log.getvalue().splitlines()
+    assert " info app.test session=sess_7 turn=- headers" in line
+    assert "num_bytes=12" in line
+    for key in ("hidden-key", "other-key", "third-key"):
+        assert key not in line
+
+
+def test_words_are_logged_only_on_request() -> None:
+    assert speech_field(Settings(), "transcript", "secret words") == {"transcript_chars": 12}
+    assert speech_field(Settings(log_transcripts=True), "transcript", "words") == {
+        "transcript": "words"
+    }

@@ -1,0 +1,108 @@
+"""The decoder's algebra: however rows are batched, each position gets the same logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llm_core.batch import ForwardBatch, Segment
+from llm_core.config import ModelConfig
+from tests.random_llama import random_tokens, run_chunk, tiny_config, tiny_runner
+
+CONFIGS = {
+    "gqa": tiny_config(),
+    "mha": tiny_config(num_kv_heads=4),
+    "mqa": tiny_config(num_kv_heads=1),
+    "tied": tiny_config(tie_embeddings=True),
+    "head_dim_6_wider_than_hidden": tiny_config(hidden_size=32, num_heads=9, num_kv_heads=3),
+    "odd_sizes": tiny_config(hidden_size=40, num_heads=3, num_kv_heads=3, head_dim=10),
+    "one_layer": tiny_config(num_layers=1),
+    "theta": tiny_config(rope_theta=1_000_000.0, rms_eps=1e-3),
+}
+# float32 sums in another order.
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_fast_kernels_equal_reference(config: ModelConfig) -> None:
+    tokens = random_tokens(config, 23)
+    fast = run_chunk(tiny_runner(config), tokens)
+    plain = run_chunk(tiny_runner(config, backend="reference"), tokens)
+    torch.testing.assert_close(fast, plain, **TOLERANCE)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("chunks", [(1,) * 23, (22, 1), (1, 22), (7, 2, 9, 5)])
+def test_chunks_equal_whole(config: ModelConfig, chunks: tuple[int, ...]) -> None:
+    tokens = random_tokens(config, 23)
+    whole = run_chunk(tiny_runner(config), tokens)
+    runner = tiny_runner(config)
+    parts, start = [], 0
+    for length in chunks:
+        parts.append(run_chunk(runner, tokens[start : start + length], start=start))
+        start += length
+    torch.testing.assert_close(torch.cat(parts), whole, **TOLERANCE)
+
+
+def test_mixed_batch_equals_separate_runs() -> None:
+    """Two prefill chunks and a decode row, in slots out of order, in one batch."""
+    config = tiny_config()
+    runner = tiny_runner(config, num_slots=3)
+    prompts = [random_tokens(config, 11, seed) for seed in (1, 2, 3)]
+    alone = [run_chunk(tiny_runner(config), prompt) for prompt in prompts]
+    run_chunk(runner, prompts[1][:10], slot=1)
+    run_chunk(runner, prompts[2][:4], slot=2)
+    batch = ForwardBatch(
+        torch.cat((prompts[2][4:], prompts[1][10:], prompts[0])),
+        (Segment(2, 4, 7), Segment(1, 10, 1), Segment(0, 0, 11)),
+        torch.arange(19),
+    )
+    expected = torch.cat((alone[2][4:], alone[1][10:], alone[0]))
+    torch.testing.assert_close(runner.forward(batch), expected, **TOLERANCE)
+
+
+def test_logit_rows_select_and_order() -> None:
+    config = tiny_config()
+    tokens = random_tokens(config, 9)
+    every = run_chunk(tiny_runner(config), tokens)
+    rows = torch.tensor([8, 0, 3])
+    some = tiny_runner(config).forward(ForwardBatch(tokens, (Segment(0, 0, 9),), rows))
+    torch.testing.assert_close(some, every[rows], **TOLERANCE)
+
+
+def test_no_logit_rows_still_fills_the_cache() -> None:
+    config = tiny_config()
+    tokens = random_tokens(config, 9)
+    expected = run_chunk(tiny_runner(config), tokens)[8:]
+    runner = tiny_runner(config)
+    nothing = runner.forward(
+        ForwardBatch(tokens[:8], (Segment(0, 0, 8),), torch.empty(0, dtype=torch.int64))
+    )
+    assert nothing.shape == (0, config.vocab_size)
+    torch.testing.assert_close(run_chunk(runner, tokens[8:], start=8), expected, **TOLERANCE)
+
+
+def test_position_zero_does_not_depend_on_later_tokens() -> None:
+    config = tiny_config()
+    tokens = random_tokens(config, 6)
+    changed = tokens.clone()
+    changed[1:] = (changed[1:] + 1) % config.vocab_size
+    first = run_chunk(tiny_runner(config), tokens)
+    second = run_chunk(tiny_runner(config), changed)
+    torch.testing.assert_close(first[0], second[0], **TOLERANCE)
+    assert not torch.allclose(first[1], second[1], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
+        ({"head_dim": 15}, "needs it even"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rms_eps": -1e-5}, "rms_eps is -1e-05"),
+    ],
+)
+def test_impossible_configs_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**changes)

@@ -1,0 +1,256 @@
+"""The session object: what updates add up to, and in which words the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.api.realtime_events import SessionUpdate, parse_event
+from app.api.realtime_session import Names, SessionState, to_config, to_wire
+from app.config import Settings
+from app.conversation.session_config import TurnDetection
+from app.errors import ClientError
+from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K
+from tests.openai_events import check_server_event
+
+SETTINGS = Settings(instructions="Be kind.", vad_silence_ms=450)
+NAMES = Names.of(SETTINGS)
+
+
+def refused_update(**session: Any) -> tuple[str, str | None]:
+    with pytest.raises(ClientError) as caught:
+        parse_event({"type": "session.update", "session": session})
+    return caught.value.code, caught.value.param
+
+
+def state() -> SessionState:
+    return SessionState(SETTINGS, NAMES, "parley")
+
+
+def updated(current: SessionState, *, voice_locked: bool = False, **session: Any) -> SessionState:
+    event = parse_event({"type": "session.update", "session": session})
+    assert isinstance(event, SessionUpdate)
+    current.params = current.merged(event.session, voice_locked=voice_locked)
+    return current
+
+
+def refused_merge(**session: Any) -> tuple[str, str | None]:
+    with pytest.raises(ClientError) as caught:
+        updated(state(), **session)
+    return caught.value.code, caught.value.param
+
+
+def wire(current: SessionState) -> dict[str, Any]:
+    shown = to_wire("sess_1", current.params)
+    check_server_event({"type": "session.updated", "event_id": "event_1", "session": shown})
+    return shown
+
+
+def test_the_first_session_object() -> None:
+    shown = wire(state())
+    assert shown["object"] == "realtime.session"
+    assert shown["instructions"] == "Be kind."
+    assert shown["output_modalities"] == ["audio"]
+    assert shown["max_output_tokens"] == "inf"
+    assert shown["tools"] == []
+    heard, spoken = shown["audio"]["input"], shown["audio"]["output"]
+    assert heard["format"] == {"type": "audio/pcm", "rate": 24000}
+    assert heard["noise_reduction"] is None
+    assert heard["turn_detection"]["type"] == "server_vad"
+    assert heard["turn_detection"]["silence_duration_ms"] == 450
+    assert heard["transcription"]["model"] == "whisper-tiny.en"
+    assert spoken == {"format": heard["format"], "voice": "piper-en_US-joe-medium", "speed": 1.0}
+    config = to_config(state().params)
+    assert config.turn_detection == TurnDetection(silence_duration_ms=450)
+    assert config.input_format is PCM16_24K
+    assert config.transcribe
+    assert not config.send_traces
+
+
+def test_updates_merge_and_clear() -> None:
+    now = updated(state(), instructions="Sing.", audio={"output": {"speed": 1.25}})
+    updated(now, audio={"input": {"turn_detection": {"type": "server_vad", "threshold": 0.7}}})
+    shown = wire(now)
+    assert shown["instructions"] == "Sing."
+    assert shown["audio"]["output"]["speed"] == 1.25
+    vad = shown["audio"]["input"]["turn_detection"]
+    assert (vad["threshold"], vad["silence_duration_ms"]) == (0.7, 450)
+
+    updated(
+        now,
+        instructions="",
+        output_modalities=["text"],
+        max_output_tokens=64,
+        audio={"input": {"turn_detection": None, "transcription": None}},
+        parley={"trace": True},
+    )
+    config = to_config(now.params)
+    assert config.instructions == ""
+    assert config.modality == "text"
+    assert config.max_output_tokens == 64
+    assert config.turn_detection is None
+    assert not config.transcribe
+    assert config.send_traces
+    assert wire(now)["audio"]["input"]["turn_detection"] is None
+
+    updated(
+        now,
+        instructions=None,
+        output_modalities=None,
+        max_output_tokens="inf",
+        tools=[],
+        audio={"input": {"turn_detection": {"type": "server_vad"}, "transcription": {}}},
+    )
+    config = to_config(now.params)
+    assert config.instructions == ""
+    assert config.modality == "audio"
+    assert config.max_output_tokens is None
+    assert config.turn_detection == TurnDetection(silence_duration_ms=450)
+    assert wire(now)["audio"]["input"]["transcription"]["model"] == "whisper-tiny.en"
+
+
+def test_formats() -> None:
+    now = updated(
+        state(),
+        audio={
+            "input": {"format": {"type": "audio/pcmu"}},
+            "output": {"format": {"type": "audio/pcma"}},
+        },
+    )
+    config = to_config(now.params)
+    assert (config.input_format, config.output_format) == (PCMU_8K, PCMA_8K)
+    assert wire(now)["audio"]["input"]["format"] == {"type": "audio/pcmu"}
+
+
+def test_names_of_openai_stand_for_what_is_loaded() -> None:
+    now = updated(
+        state(),
+        type="realtime",
+        model="gpt-realtime",
+        audio={
+            "input": {"transcription": {"model": "gpt-4o-mini-transcribe", "language": "en"}},
+            "output": {"voice": "marin"},
+        },
+    )
+    shown = wire(now)
+    assert shown["model"] == "parley"
+    assert shown["audio"]["output"]["voice"] == "marin"
+    assert shown["audio"]["input"]["transcription"]["model"] == "gpt-4o-mini-transcribe"
+    updated(now, audio={"output": {"voice": {"id": "parley"}}})
+    for name in ("parley", "gpt-realtime-mini", "gpt-4o-realtime-preview", NAMES.model):
+        assert NAMES.is_model(name)
+    assert not NAMES.is_model("gpt-4o")
+    assert not NAMES.is_model("")
+
+
+@pytest.mark.parametrize(
+    ("session", "code", "param"),
+    [
+        ({"model": "llama"}, "model_not_found", "session.model"),
+        ({"audio": {"output": {"voice": "bob"}}}, "invalid_value", "session.audio.output.voice"),
+        (
+            {"audio": {"input": {"transcription": {"model": "deepgram"}}}},
+            "invalid_value",
+            "session.audio.input.transcription.model",
+        ),
+        (
+            {"audio": {"input": {"transcription": {"language": "de"}}}},
+            "unsupported_value",
+            "session.audio.input.transcription.language",
+        ),
+    ],
+)
+def test_names_that_are_not_here(session: dict[str, Any], code: str, param: str) -> None:
+    assert refused_merge(**session) == (code, param)
+
+
+def test_the_voice_is_locked_once_it_was_heard() -> None:
+    now = updated(state(), audio={"output": {"voice": "alloy"}})
+    updated(now, voice_locked=True, audio={"output": {"voice": "alloy", "speed": 1.1}})
+    with pytest.raises(ClientError) as caught:
+        updated(now, voice_locked=True, audio={"output": {"voice": "echo"}})
+    assert caught.value.code == "cannot_update_voice"
+
+
+_INPUT, _OUTPUT = "session.audio.input", "session.audio.output"
+
+
+@pytest.mark.parametrize(
+    ("session", "code", "param"),
+    [
+        ({"type": "transcription"}, "unsupported_value", "session.type"),
+        ({"type": "chat"}, "invalid_value", "session.type"),
+        ({"temperature": 0.8}, "unknown_parameter", "session.temperature"),
+        ({"input_audio_format": "pcm16"}, "unknown_parameter", "session.input_audio_format"),
+        ({"instructions": 5}, "invalid_type", "session.instructions"),
+        ({"instructions": "x" * 100_001}, "string_above_max_length", "session.instructions"),
+        ({"tools": [{"type": "function"}]}, "unsupported_value", "session.tools"),
+        ({"truncation": "disabled"}, "unsupported_value", "session.truncation"),
+        ({"tracing": "auto"}, "unsupported_value", "session.tracing"),
+        ({"prompt": {"id": "p"}}, "unsupported_value", "session.prompt"),
+        ({"audio": None}, "invalid_type", "session.audio"),
+        ({"parley": {"trace": "yes"}}, "invalid_type", "session.parley.trace"),
+        ({"audio": {"input": {"format": "pcm16"}}}, "invalid_type", f"{_INPUT}.format"),
+        (
+            {"audio": {"input": {"format": {"type": "audio/opus"}}}},
+            "invalid_value",
+            f"{_INPUT}.format.type",
+        ),
+        (
+            {"audio": {"input": {"format": {"type": "audio/pcm", "rate": 16000}}}},
+            "unsupported_value",
+            f"{_INPUT}.format.rate",
+        ),
+        (
+            {"audio": {"input": {"format": {"type": "audio/pcm", "rate": 8000}}}},
+            "unsupported_value",
+            f"{_INPUT}.format.rate",
+        ),
+        (
+            {"audio": {"input": {"noise_reduction": {"type": "near_field"}}}},
+            "unsupported_value",
+            f"{_INPUT}.noise_reduction",
+        ),
+        (
+            {"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}},
+            "unsupported_value",
+            f"{_INPUT}.turn_detection.type",
+        ),
+        (
+            {
+                "audio": {
+                    "input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}
+                }
+            },
+            "unsupported_value",
+            f"{_INPUT}.turn_detection.idle_timeout_ms",
+        ),
+        (
+            {"audio": {"input": {"turn_detection": {"type": "server_vad", "threshold": 1.5}}}},
+            "decimal_above_max_value",
+            f"{_INPUT}.turn_detection.threshold",
+        ),
+        ({"audio": {"output": {"speed": 2}}}, "integer_above_max_value", f"{_OUTPUT}.speed"),
+        ({"audio": {"output": {"speed": "fast"}}}, "invalid_type", f"{_OUTPUT}.speed"),
+        ({"audio": {"output": {"voice": 3}}}, "invalid_type", f"{_OUTPUT}.voice"),
+    ],
+)
+def test_refused_session_parameters(session: dict[str, Any], code: str, param: str) -> None:
+    assert refused_update(**session) == (code, param)
+
+
+def test_null_for_what_is_not_offered_is_fine() -> None:
+    shown = wire(
+        updated(
+            state(),
+            tools=[],
+            tool_choice="auto",
+            tracing=None,
+            prompt=None,
+            include=[],
+            truncation="auto",
+            audio={"input": {"noise_reduction": None}},
+        )
+    )
+    assert shown["audio"]["input"]["noise_reduction"] is None

@@ -1,0 +1,136 @@
+"""ModelRunner: slots, prefix copies, formats, and what it says about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_core.batch import ForwardBatch, Segment
+from llm_core.errors import ModelLoadError
+from llm_core.messages import ModelInfo
+from llm_core.runner import ModelRunner
+from tests.random_llama import random_tokens, random_weights, run_chunk, tiny_config, tiny_runner
+from tests.tiny_model import write_tiny_gguf
+
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+def test_copy_prefix_continues_in_the_other_slot() -> None:
+    config = tiny_config()
+    tokens, other = random_tokens(config, 12), random_tokens(config, 20, seed=5)
+    expected = run_chunk(tiny_runner(config), tokens)[8:]
+    runner = tiny_runner(config)
+    run_chunk(runner, other, slot=1)
+    run_chunk(runner, tokens, slot=0)
+    runner.copy_prefix(0, 1, 8)
+    torch.testing.assert_close(
+        run_chunk(runner, tokens[8:], slot=1, start=8), expected, **TOLERANCE
+    )
+    # The source is untouched.
+    torch.testing.assert_close(run_chunk(runner, tokens[8:], start=8), expected, **TOLERANCE)
+
+
+def test_rollback_overwrites_stale_positions() -> None:
+    config = tiny_config()
+    tokens, other = random_tokens(config, 12), random_tokens(config, 12, seed=5)
+    expected = run_chunk(tiny_runner(config), tokens)[5:]
+    runner = tiny_runner(config)
+    run_chunk(runner, torch.cat((tokens[:5], other[5:])))
+    torch.testing.assert_close(run_chunk(runner, tokens[5:], start=5), expected, **TOLERANCE)
+
+
+def test_copy_prefix_within_a_slot_and_of_nothing() -> None:
+    config = tiny_config()
+    tokens = random_tokens(config, 6)
+    runner = tiny_runner(config)
+    expected = run_chunk(runner, tokens)
+    runner.copy_prefix(0, 0, 6)
+    runner.copy_prefix(1, 0, 0)
+    torch.testing.assert_close(run_chunk(runner, tokens[5:], start=5), expected[5:], **TOLERANCE)
+
+
+def test_last_position_of_the_context() -> None:
+    config = tiny_config(context_len=16)
+    tokens = random_tokens(config, 16)
+    assert bool(run_chunk(tiny_runner(config), tokens).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        (Segment(0, 0, 0),),
+        (Segment(2, 0, 3),),
+        (Segment(0, 127, 3),),
+        (Segment(0, 0, 2),),
+        (Segment(0, 0, 1), Segment(0, 1, 2)),
+        (),
+    ],
+    ids=["empty", "no such slot", "beyond the context", "too few rows", "slot twice", "no segment"],
+)
+def test_impossible_batches_are_caught(segments: tuple[Segment, ...]) -> None:
+    runner = tiny_runner()
+    with pytest.raises(AssertionError):
+        runner.forward(ForwardBatch(torch.zeros(3, dtype=torch.int64), segments, torch.arange(1)))
+
+
+def test_info_fields_make_a_model_info() -> None:
+    runner = tiny_runner(max_context=50, weight_format="int8")
+    info = ModelInfo(**runner.info_fields)
+    assert (info.context_len, info.vocab_size, info.num_layers) == (50, 97, 2)
+    assert (info.weight_format, info.num_threads, info.name) == ("int8", 1, "in-memory")
+
+
+def test_max_context_cannot_exceed_the_models() -> None:
+    assert tiny_runner(max_context=1_000_000).max_context == 128
+
+
+def test_cache_larger_than_memory_is_refused_by_name() -> None:
+    config = tiny_config(context_len=1 << 24)
+    with pytest.raises(ModelLoadError, match=r"100000 slots with 16777216 positions needs .* GiB"):
+        ModelRunner(config, random_weights(config), num_slots=100_000)
+
+
+def test_unknown_weight_format_is_named() -> None:
+    with pytest.raises(ValueError, match="'int3'"):
+        tiny_runner(weight_format="int3")
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "tolerance"),
+    [("auto", 0.12), ("float16", 5e-3), ("bfloat16", 0.08), ("int8", 0.12)],
+)
+def test_formats_stay_near_float32(weight_format: str, tolerance: float) -> None:
+    """Logits have standard deviation 1, and two random layers amplify each rounding about 5 times:
+    10 x 2^-11 for float16, and about 20 x 2^-8 for bfloat16 and 8-bit operands."""
+    config = tiny_config()
+    tokens = random_tokens(config, 20)
+    exact = run_chunk(tiny_runner(config), tokens)
+    runner = tiny_runner(config, weight_format=weight_format)
+    whole = run_chunk(runner, tokens)
+    stepped = torch.cat([run_chunk(runner, tokens[i : i + 1], start=i) for i in range(20)])
+    assert (whole - exact).abs().max() < tolerance
+    assert (stepped - exact).abs().max() < tolerance
+
+
+def test_loaded_file_equals_in_memory_model(tmp_path: Path) -> None:
+    """A GGUF file written by the gguf package, loaded twice: same logits, sensible info."""
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    options = {"num_threads": 1, "num_slots": 1, "max_context": None}
+    exact = ModelRunner.load(path, weight_format="float32", **options)
+    default = ModelRunner.load(path, **options)
+    assert (exact.info_fields["name"], exact.max_context) == ("tiny", 256)
+    tokens = random_tokens(exact.config, 30)
+    assert (run_chunk(default, tokens) - run_chunk(exact, tokens)).abs().max() < 0.06
+
+
+def test_results_do_not_change_under_later_calls() -> None:
+    """Logits returned earlier stay what they were (the sampler may still read them)."""
+    runner = tiny_runner()
+    tokens = random_tokens(runner.config, 4)
+    batch = ForwardBatch(tokens, (Segment(0, 0, 4),), torch.arange(4))
+    first = runner.forward(batch)
+    copy = first.clone()
+    run_chunk(runner, tokens.flip(0), slot=1)
+    assert torch.equal(first, copy)

@@ -1,0 +1,290 @@
+/**
+ * What the server's events mean for the conversation on the page, and what is sent in return.
+ */
+
+import { fromBase64 } from "./pcm.js";
+import { wholeMs } from "./waterfall-view.js";
+
+/** @typedef {import("./connection.js").RealtimeEvent} RealtimeEvent */
+/** @typedef {import("./transcript-view.js").Message} Message */
+
+/**
+ * @typedef {object} Answer
+ * @property {string} id of the response
+ * @property {Message} message
+ * @property {boolean} isOver the server has ended it
+ * @property {boolean} isCut the person interrupted it
+ */
+
+/**
+ * What the conversation needs of the page.
+ *
+ * @typedef {object} Surroundings
+ * @property {import("./transcript-view.js").TranscriptView} transcript
+ * @property {(event: RealtimeEvent) => string} send
+ * @property {() => import("./player.js").Player | null} player null: there is no sound
+ * @property {(turn: any) => void} onTrace
+ * @property {(message: string) => void} onError
+ * @property {(text: string) => void} onSilentAnswer an answer that can only be read
+ * @property {() => void} onChange something about who speaks has changed
+ */
+
+export class Conversation {
+  /** @param {Surroundings} surroundings */
+  constructor(surroundings) {
+    this.around = surroundings;
+    /** @type {Map<string, Message>} what the person said, by item */
+    this.heard = new Map();
+    /** @type {Map<string, Answer>} by response */
+    this.answers = new Map();
+    /** @type {Set<string>} events of ours that may be late, and then fail without harm */
+    this.harmless = new Set();
+    /** @type {Answer | null} the latest, whose sound may go on when the server is done with it */
+    this.latest = null;
+    this.isCallerSpeaking = false;
+    /** @type {Set<string>} items of the person that are not answered yet */
+    this.unanswered = new Set();
+    /** @type {string[]} typed messages that wait for the running answer to end */
+    this.typed = [];
+    /** @type {Record<string, (event: RealtimeEvent) => void>} */
+    this.handlers = {
+      "input_audio_buffer.speech_started": (event) => this.speechStarted(event),
+      "input_audio_buffer.speech_stopped": () => this.speechStopped(),
+      "input_audio_buffer.committed": (event) => this.committed(event),
+      "conversation.item.input_audio_transcription.delta": (event) =>
+        this.message(event.item_id).append(event.delta),
+      "conversation.item.input_audio_transcription.completed": (event) => this.transcribed(event),
+      "conversation.item.input_audio_transcription.failed": (event) => this.notTranscribed(event),
+      "response.created": (event) => this.answerBegins(event.response.id),
+      "response.output_audio.delta": (event) => this.audio(event),
+      "response.output_audio.done": (event) => this.around.player()?.finish(event.item_id),
+      "response.output_audio_transcript.delta": (event) => this.words(event),
+      "response.output_text.delta": (event) => this.words(event),
+      "response.done": (event) => this.answerEnds(event.response),
+      "parley.turn.trace": (event) => this.trace(event.turn),
+      error: (event) => this.failed(event.error),
+    };
+  }
+
+  /** @param {RealtimeEvent} event of the server */
+  handle(event) {
+    this.handlers[event.type]?.(event);
+    this.around.onChange();
+  }
+
+  /** @returns {boolean} an answer is due and nothing of it can be heard or read yet */
+  get isThinking() {
+    const running = this.runningAnswer();
+    return running ? running.message.text === "" : this.unanswered.size > 0;
+  }
+
+  /** @returns {boolean} an answer is being made */
+  get isAnswering() {
+    return this.runningAnswer() !== undefined;
+  }
+
+  /**
+   * Says something in writing; an answer that is running is stopped first.
+   *
+   * @param {string} text
+   */
+  async say(text) {
+    this.typed.push(text);
+    await this.stopAnswer();
+    this.sendTyped();
+    this.around.onChange();
+  }
+
+  /** Stops the answer: no more sound, and the server knows what was heard. */
+  async stopAnswer() {
+    await this.cutSound();
+    const running = this.runningAnswer();
+    if (running) this.sendHarmless({ type: "response.cancel", response_id: running.id });
+  }
+
+  /** The line is gone: nothing that is open will be finished. */
+  lost() {
+    void this.around.player()?.flush();
+    for (const message of this.heard.values()) message.text ? message.finish() : message.remove();
+    for (const answer of this.answers.values()) {
+      if (!answer.isOver) this.close(answer, "interrupted", "plain");
+    }
+    this.heard.clear();
+    this.answers.clear();
+    this.unanswered.clear();
+    this.typed = [];
+    this.isCallerSpeaking = false;
+    this.around.onChange();
+  }
+
+  /** @param {RealtimeEvent} event */
+  speechStarted(event) {
+    this.isCallerSpeaking = true;
+    void this.cutSound();
+    this.message(event.item_id);
+  }
+
+  speechStopped() {
+    this.isCallerSpeaking = false;
+  }
+
+  /** @param {RealtimeEvent} event */
+  committed(event) {
+    this.isCallerSpeaking = false;
+    this.message(event.item_id);
+    this.unanswered.add(event.item_id);
+  }
+
+  /** @param {RealtimeEvent} event */
+  transcribed(event) {
+    const message = this.message(event.item_id);
+    const text = event.transcript.trim();
+    if (text) {
+      message.set(text);
+      message.finish();
+    } else {
+      message.remove();
+      this.unanswered.delete(event.item_id);
+    }
+    this.heard.delete(event.item_id);
+  }
+
+  /** @param {RealtimeEvent} event */
+  notTranscribed(event) {
+    const message = this.message(event.item_id);
+    message.set("(not understood)");
+    message.tag(event.error?.message ?? "transcription failed", "bad");
+    message.finish();
+    this.heard.delete(event.item_id);
+    this.unanswered.delete(event.item_id);
+  }
+
+  /** @param {string} id */
+  answerBegins(id) {
+    this.unanswered.clear();
+    const message = this.around.transcript.add("parley");
+    this.latest = { id, message, isOver: false, isCut: false };
+    this.answers.set(id, this.latest);
+  }
+
+  /** @param {RealtimeEvent} event */
+  audio(event) {
+    const answer = this.answers.get(event.response_id);
+    // What was on its way when the person spoke up is not played any more.
+    if (!answer || answer.isCut) return;
+    this.around.player()?.play(event.item_id, fromBase64(event.delta));
+  }
+
+  /** @param {RealtimeEvent} event */
+  words(event) {
+    const answer = this.answers.get(event.response_id);
+    if (answer && !answer.isCut) answer.message.append(event.delta);
+  }
+
+  /** @param {any} response */
+  answerEnds(response) {
+    const answer = this.answers.get(response.id);
+    if (answer) {
+      const details = response.status_details ?? {};
+      if (response.status === "failed") {
+        this.close(answer, details.error?.message ?? "the answer failed", "bad");
+      } else if (response.status === "incomplete") this.close(answer, "cut short", "plain");
+      else if (response.status === "cancelled") this.close(answer, "interrupted", "plain");
+      else this.close(answer, "", "plain");
+      if (!this.around.player()) this.around.onSilentAnswer(answer.message.text);
+    }
+    this.sendTyped();
+  }
+
+  /** @param {any} turn */
+  trace(turn) {
+    const answer = this.answers.get(turn.response_id);
+    if (answer && turn.voice_to_voice_ms !== null && turn.voice_to_voice_ms !== undefined) {
+      answer.message.tag(`${wholeMs(turn.voice_to_voice_ms)} ms`);
+    }
+    if (answer?.isOver) this.answers.delete(turn.response_id);
+    this.around.onTrace(turn);
+  }
+
+  /** @param {any} error */
+  failed(error) {
+    if (!this.harmless.delete(error.event_id)) this.around.onError(error.message);
+  }
+
+  /**
+   * @param {Answer} answer
+   * @param {string} remark "" for none
+   * @param {"plain" | "bad"} kind
+   */
+  close(answer, remark, kind) {
+    const isTagged = answer.isCut && answer.message.text !== "";
+    answer.isOver = true;
+    answer.message.finish();
+    if (kind === "bad") answer.message.set(answer.message.text || "No answer");
+    if (!answer.message.text) answer.message.remove();
+    else if (remark && !isTagged) answer.message.tag(remark, kind);
+  }
+
+  /** Falls silent, and tells the server how much was heard. */
+  async cutSound() {
+    const running = this.runningAnswer();
+    const player = this.around.player();
+    if (running) this.markCut(running);
+    if (!player) return;
+    const cut = await player.flush();
+    if (!cut.item) return;
+    if (this.latest) this.markCut(this.latest);
+    this.sendHarmless({
+      type: "conversation.item.truncate",
+      item_id: cut.item,
+      content_index: 0,
+      audio_end_ms: cut.heardMs,
+    });
+  }
+
+  /** @param {Answer} answer */
+  markCut(answer) {
+    if (answer.isCut) return;
+    answer.isCut = true;
+    if (answer.message.text) answer.message.tag("interrupted");
+  }
+
+  /** @param {RealtimeEvent} event one that may come too late */
+  sendHarmless(event) {
+    this.harmless.add(this.around.send(event));
+  }
+
+  /** The next typed message, once nobody is answering. */
+  sendTyped() {
+    if (this.runningAnswer()) return;
+    const text = this.typed.shift();
+    if (text === undefined) return;
+    const message = this.around.transcript.add("you");
+    message.set(text);
+    message.finish();
+    this.unanswered.add("typed");
+    const content = [{ type: "input_text", text }];
+    const item = { type: "message", role: "user", content };
+    this.around.send({ type: "conversation.item.create", item });
+    this.around.send({ type: "response.create" });
+  }
+
+  /** @returns {Answer | undefined} */
+  runningAnswer() {
+    return [...this.answers.values()].find((answer) => !answer.isOver);
+  }
+
+  /**
+   * The message of what the person said in this item, made when it is first heard of.
+   *
+   * @param {string} item
+   * @returns {Message}
+   */
+  message(item) {
+    const known = this.heard.get(item);
+    if (known) return known;
+    const made = this.around.transcript.add("you");
+    this.heard.set(item, made);
+    return made;
+  }
+}
