@@ -27,7 +27,6 @@ from app.observe.trace import TraceStore
 from app.web import WEB_ROOT, Connections, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
-from audio.frame import SPEECH_RATE, silence
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 from llm_core import ChatMessage, EngineClient, EngineConfig, LlmError
@@ -133,7 +132,7 @@ async def _load_recognizer(
 
     def load() -> Recognizer:
         recognizer = Recognizer(path, num_threads=settings.asr_threads)
-        recognizer.transcribe(silence(SPEECH_RATE))
+        recognizer.warm_up()
         return recognizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
@@ -146,7 +145,7 @@ async def _load_synthesizer(
 
     def load() -> Synthesizer:
         synthesizer = Synthesizer(path, num_threads=settings.tts_threads)
-        synthesizer.synthesize("Hello, how can I help you?")
+        synthesizer.warm_up()
         return synthesizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)

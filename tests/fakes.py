@@ -131,7 +131,10 @@ class ToneSynthesizer:
 
 
 class ScriptedEngine:
-    """Answers with ``replies`` in turn, word by word; ``gate`` holds it before the next word."""
+    """Answers word by word, the n-th request with the n-th reply, further ones with the last.
+
+    ``gate`` holds it before the next word.
+    """
 
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
@@ -152,6 +155,7 @@ class ScriptedEngine:
     ) -> AsyncIterator[GenerationEvent]:
         self.requests.append(list(messages))
         self.params.append(params)
+        number = len(self.requests)
         self.num_running += 1
         try:
             if self.error is not None:
@@ -159,7 +163,7 @@ class ScriptedEngine:
             yield FirstToken(
                 received_ns=0, scheduled_ns=1, first_token_ns=2, prompt_tokens=10, cached_tokens=4
             )
-            words = self.replies.pop(0).split(" ")
+            words = self.replies[min(number, len(self.replies)) - 1].split(" ")
             for count, word in enumerate(words, 1):
                 await self.gate.wait()
                 if count > params.max_tokens:

@@ -200,6 +200,11 @@ class Dialog:
         """A response is running, or will as soon as the transcript is there."""
         return self.bot is not Bot.IDLE
 
+    @property
+    def will_answer(self) -> bool:
+        """If the turn ended now, and had words, a response would start at once."""
+        return self.bot is Bot.IDLE and self.rules.create_response
+
     def feed(self, event: DialogEvent) -> list[Action]:
         """Move on and say what to do. Events that mean nothing now are ignored."""
         match event:

@@ -130,8 +130,8 @@ class History:
             )
         _set_heard(entry, audio_end_ms * entry.spoken.rate // 1000)
 
-    def messages(self, instructions: str, skip: int = 0) -> list[ChatMessage]:
-        """The conversation for the model, without its ``skip`` oldest messages.
+    def messages(self, instructions: str) -> list[ChatMessage]:
+        """The conversation for the model.
 
         Items without words (silence, an answer of which nothing was heard) are left out.
         """
@@ -140,8 +140,7 @@ class History:
             for entry in self._entries
             if (text := " ".join(p.text for p in entry.item.content if p.text).strip())
         ]
-        system = [ChatMessage("system", instructions)] if instructions else []
-        return system + said[skip:]
+        return ([ChatMessage("system", instructions)] if instructions else []) + said
 
     def _index(self, item_id: str, verb: str, param: str = "item_id") -> int:
         for index, entry in enumerate(self._entries):
@@ -152,6 +151,12 @@ class History:
             code=f"item_{verb}_invalid_{param}",
             param=param,
         )
+
+
+def without_oldest(messages: list[ChatMessage]) -> list[ChatMessage] | None:
+    """``messages`` without the two oldest that are not instructions; None when few are left."""
+    first = 1 if messages and messages[0].role == "system" else 0
+    return messages[:first] + messages[first + 2 :] if len(messages) > first + 2 else None
 
 
 def _set_heard(entry: _Entry, heard_samples: int) -> None:

@@ -10,9 +10,11 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from app.clock import Clock, MonotonicClock
+from app.conversation.ahead import Ahead
 from app.conversation.dialog import (
     Action,
     AnnounceSpeech,
@@ -63,6 +65,7 @@ from app.errors import ClientError, RecognitionError
 from app.logging_setup import turn_id
 from app.observe.trace import TurnTrace
 from audio.endpoint import VoiceEnded
+from audio.voice_end import find_voice_end
 from llm_core import ChatMessage, LlmError
 
 log = logging.getLogger(__name__)
@@ -113,7 +116,7 @@ class Session:
         self._turn_task: asyncio.Task[None]
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._prefill: asyncio.Task[None] | None = None
+        self._ahead = Ahead()
         self._item_id = new_id("item")  # of the user item that the buffer will become
         self._start_sample = 0  # where that item's audio begins
         self._num_commits = 0
@@ -135,17 +138,18 @@ class Session:
     async def close(self) -> None:
         """Stop everything that runs for this caller; returns when nothing is left."""
         self._transcriber.drop()
-        tasks = [*self._tasks, *([self._prefill] if self._prefill else [])]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""
         old, self.config = self.config, config
         if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
             self._listener.configure(config)
-            self._forget_speech()
+            await self._forget_speech()
         self._follow(config)
 
     # --- the caller's audio ---
@@ -176,7 +180,7 @@ class Session:
     async def clear_audio(self) -> None:
         """Throw the buffered audio away."""
         self._listener.forget()
-        self._forget_speech()
+        await self._forget_speech()
         await self._sink(InputCleared())
 
     # --- items ---
@@ -252,20 +256,21 @@ class Session:
             case TryTranscript():
                 samples = self._listener.take(self._start_sample)
                 early = self._transcriber.try_early(samples, action.last_voiced_sample)
-                self._start_prefill(self._prefill_heard(early))
+                self._ahead.do(self._answer_early(early))
             case DropTranscript():
                 self._transcriber.drop()
+                await self._ahead.discard()
             case CommitTurn():
                 await self._commit(action.heard_end)
             case StartResponse():
-                self._start_response()
+                await self._start_response()
 
     async def _announce(self, start_sample: int) -> None:
         self._start_sample = max(start_sample, self._listener.kept_from)
         start_ms = self._start_sample * 1000 // RATE
         await self._sink(SpeechStarted(self._item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._start_prefill(self._warm(self._history.messages(self.config.instructions)))
+        self._ahead.do(self._warm(self._history.messages(self.config.instructions)))
 
     async def _stop_response(self, reason: str) -> None:
         turn, self._turn = self._turn, None
@@ -284,7 +289,8 @@ class Session:
         samples = listener.take(start, end)
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), self.id, spoken=True)
-        trace.mark("speech_end", listener.arrived_ns(end if last_voiced is None else last_voiced))
+        voiced_len = (end if last_voiced is None else last_voiced) - start
+        trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
         trace.mark("endpoint", now_ns)
         listener.forget(end)
         self._item_id = new_id("item")
@@ -328,33 +334,46 @@ class Session:
             await self._sink(TranscriptionDelta(item_id, text))
         await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
 
-    def _start_response(self) -> None:
+    async def _start_response(self) -> None:
         request, self._request = self._request, _Request()
-        trace, self._heard = self._heard or self._typed_trace(), None
-        trace.facts["dropped_transcripts"] = self._transcriber.num_dropped
+        heard, self._heard = self._heard, None
+        messages = self._history.messages(self.config.instructions)
+        turn = await self._ahead.take(self.config, messages) if request == _Request() else None
+        if turn is None:
+            await self._ahead.discard()
+            turn = self._make_turn(request, messages)
+        if heard is not None:
+            turn.trace.join(heard)
+        else:
+            turn.trace.begin_typed(self._clock.now_ns())
+        turn.trace.facts.update(self._ahead.take_wasted())
+        turn.on_audio_started = partial(self._on_audio_started, turn)
+        self._turn = self._last_turn = turn
+        self._turn_task = self._spawn(self._run_turn(turn))
+
+    def _make_turn(self, request: _Request, messages: list[ChatMessage]) -> Turn:
         config = self.config
         if request.instructions is not None:
             config = replace(config, instructions=request.instructions)
+            messages = self._history.messages(config.instructions)
         response = Response(
             new_id("resp"),
             request.modality or config.modality,
             max_output_tokens=request.max_output_tokens or config.max_output_tokens,
             metadata=request.metadata,
         )
-        trace.response_id = response.id
-        turn = Turn(
+        trace = TurnTrace(new_id("turn"), self.id, response.id)
+        return Turn(
             self._services,
             self._clock,
             self._sink,
             self._history,
             config,
+            messages,
             response,
             trace,
-            prefilled=self._prefill,
-            on_audio_started=lambda: self._on_audio_started(turn),
+            prefilled=self._ahead.work,
         )
-        self._turn = self._last_turn = turn
-        self._turn_task = self._spawn(self._run_turn(turn))
 
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
@@ -377,11 +396,27 @@ class Session:
         if self._turn is turn:
             self._dialog.feed(AudioStarted())
 
-    def _typed_trace(self) -> TurnTrace:
-        trace = TurnTrace(new_id("turn"), self.id)
-        for instant in ("speech_end", "endpoint", "asr_final"):
-            trace.mark(instant, self._clock.now_ns())
-        return trace
+    # --- ahead of certainty ---
+
+    async def _answer_early(self, early: asyncio.Task[Settled]) -> None:
+        """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
+        settled = await asyncio.shield(early)
+        words = settled.transcript.text
+        # The caller may have gone on, or finished, while the words were made.
+        if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
+            return
+        said = [*self._history.messages(self.config.instructions), ChatMessage("user", words)]
+        if not self._services.settings.eager_reply or not self._dialog.will_answer:
+            await self._warm(said)
+            return
+        self._ahead.hold(self._make_turn(_Request(), said))
+
+    async def _warm(self, messages: list[ChatMessage]) -> None:
+        try:
+            await self._services.engine.prefill(messages)
+        except LlmError as error:
+            # Only a head start is lost; the turn itself meets the same error and reports it.
+            log.info("prefill in advance failed: %s", error)
 
     # --- helpers ---
 
@@ -393,9 +428,10 @@ class Session:
         self._transcriber.language = config.language
         self._transcriber.prompt = config.transcription_prompt
 
-    def _forget_speech(self) -> None:
+    async def _forget_speech(self) -> None:
         self._dialog.forget_caller()
         self._transcriber.drop()
+        await self._ahead.discard()
         self._start_sample = self._listener.position
 
     async def _end_speech(self) -> None:
@@ -403,26 +439,6 @@ class Session:
         position = self._listener.position
         last_voiced = self._listener.last_voiced_sample or position
         await self._feed(VoiceEnded(last_voiced, position))
-
-    async def _prefill_heard(self, early: asyncio.Task[Settled]) -> None:
-        settled = await asyncio.shield(early)
-        text = settled.transcript.text
-        if text:
-            history = self._history.messages(self.config.instructions)
-            await self._warm([*history, ChatMessage("user", text)])
-
-    async def _warm(self, messages: list[ChatMessage]) -> None:
-        try:
-            await self._services.engine.prefill(messages)
-        except LlmError as error:
-            # Only a head start is lost; the turn itself meets the same error and reports it.
-            log.info("prefill in advance failed: %s", error)
-
-    def _start_prefill(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._prefill is not None:
-            self._prefill.cancel()
-        self._prefill = asyncio.create_task(work)
-        self._prefill.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

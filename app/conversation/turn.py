@@ -1,7 +1,10 @@
-"""One answer: history -> LLM -> clauses -> speech -> the client, all stages at once.
+"""One answer: messages -> LLM -> clauses -> speech -> the client, all stages at once.
 
 Three tasks joined by bounded queues. A full queue makes the stage before it wait (overflow rule),
 so an answer that is spoken slower than it is written holds only a few clauses of audio.
+
+An answer may be begun before it is certain that the caller has finished: ``start`` sets the stages
+to work, and nothing of it reaches client or history until ``run``. ``discard`` forgets it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from app.conversation.events import (
     ResponseUsage,
     Sink,
 )
-from app.conversation.history import History, SpokenRecord
+from app.conversation.history import History, SpokenRecord, without_oldest
 from app.conversation.ids import new_id
 from app.conversation.pacing import PlayoutClock
 from app.conversation.services import Services
@@ -42,6 +45,7 @@ from audio.errors import AudioError
 from audio.resample import StreamResampler
 from audio.text import ClauseChunker, SpokenText
 from llm_core import (
+    ChatMessage,
     FirstToken,
     GenerationDone,
     GenerationEvent,
@@ -60,7 +64,7 @@ _AUDIBLE = 0.003
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """A piece of the answer, spoken in one go. ``samples``: float32 [n] at the voice's rate."""
+    """A piece of the answer. ``samples``: float32 [n] at the voice's rate; none in written text."""
 
     text: str
     samples: Samples
@@ -79,41 +83,61 @@ class Turn:
         sink: Sink,
         history: History,
         config: SessionConfig,
+        messages: list[ChatMessage],
         response: Response,
         trace: TurnTrace,
         *,
         prefilled: asyncio.Task[None] | None,
-        on_audio_started: Callable[[], None],
     ) -> None:
+        self.config = config
+        self.messages = messages
         self.response = response
         self.trace = trace
+        self.on_audio_started: Callable[[], None] = lambda: None
         self._services = services
         self._clock = clock
         self._sink = sink
         self._history = history
-        self._config = config
         self._prefilled = prefilled
-        self._on_audio_started = on_audio_started
         self._speaks = response.modality == "audio"
         self._playout = PlayoutClock(config.output_format.rate, services.settings.playout_lead_ms)
         self._spoken = SpokenRecord(config.output_format.rate)
         self._item: Item | None = None
         self._work: asyncio.Task[None] | None = None
+        self._released = asyncio.Event()
         self._stop_reason: str | None = None
+
+    def start(self) -> None:
+        """Set the stages to work. Nothing is told or shown before ``run``."""
+        self._work = asyncio.create_task(self._answer())
+
+    @property
+    def has_ended(self) -> bool:
+        """The stages have ended; before ``run`` that means that they failed."""
+        return self._work is not None and self._work.done()
+
+    async def discard(self) -> None:
+        """Forget an answer that was started and not run; returns when nothing of it is left."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait([self._work])
+            if not self._work.cancelled():
+                self._work.exception()  # nobody asked for this answer: nobody hears how it failed
 
     async def run(self) -> None:
         """Answer. Returns when the client has all of the answer; ``response`` says how it ended.
 
         The session sends ``ResponseDone``, when it is ready for the next response.
         """
+        if self._work is None:
+            self.start()
         await self._sink(ResponseStarted(self.response))
+        self._released.set()
         await self._work_until_end()
         await self._tell_end()
 
     async def _work_until_end(self) -> None:
-        self._work = asyncio.create_task(self._answer())
-        if self._stop_reason is not None:
-            self._work.cancel()
+        assert self._work is not None
         try:
             await asyncio.shield(self._work)
         except asyncio.CancelledError:
@@ -140,63 +164,61 @@ class Turn:
     # --- the stages ---
 
     async def _answer(self) -> None:
-        clauses: asyncio.Queue[str | None] = asyncio.Queue(maxsize=8)
-        spoken: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
+        texts: asyncio.Queue[str | None] = asyncio.Queue(maxsize=8)
+        clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
         async with asyncio.TaskGroup() as stages:
-            stages.create_task(self._think(clauses))
-            if self._speaks:
-                stages.create_task(self._voice(clauses, spoken))
-                stages.create_task(self._play(spoken))
+            stages.create_task(self._think(texts))
+            stages.create_task(self._voice(texts, clauses))
+            stages.create_task(self._present(clauses))
 
-    async def _think(self, clauses: asyncio.Queue[str | None]) -> None:
+    async def _think(self, texts: asyncio.Queue[str | None]) -> None:
+        """The model's words, in the pieces in which they will be presented."""
         spoken_text, chunker = SpokenText(), ClauseChunker()
         async with aclosing(self._generate()) as events:
             async for event in events:
                 match event:
                     case FirstToken():
                         self._note_first_token(event)
-                        await self._open_item()
-                    case TextDelta() if self._speaks:
-                        self._note_tokens(event.num_tokens)
-                        for clause in chunker.feed(spoken_text.feed(event.text)):
-                            await self._put_clause(clauses, clause)
                     case TextDelta():
                         self._note_tokens(event.num_tokens)
-                        await self._write(event.text)
+                        pieces = [event.text]
+                        if self._speaks:
+                            pieces = chunker.feed(spoken_text.feed(event.text))
+                        await self._put_texts(texts, pieces)
                     case GenerationDone():
                         self._note_done(event)
-        for clause in [*chunker.feed(spoken_text.flush()), *chunker.flush()]:
-            await self._put_clause(clauses, clause)
-        if self._speaks:
-            await clauses.put(None)
+        await self._put_texts(texts, [*chunker.feed(spoken_text.flush()), *chunker.flush()])
+        await texts.put(None)
 
-    async def _put_clause(self, clauses: asyncio.Queue[str | None], clause: str) -> None:
-        self.trace.mark("first_clause", self._clock.now_ns())
-        await clauses.put(clause)
+    async def _put_texts(self, texts: asyncio.Queue[str | None], pieces: list[str]) -> None:
+        for piece in pieces:
+            self.trace.mark("first_clause", self._clock.now_ns())
+            await texts.put(piece)
 
     async def _generate(self) -> AsyncGenerator[GenerationEvent, None]:
         """The model's answer; drops the oldest messages until the prompt fits the context."""
+        settings = self._services.settings
         params = SamplingParams(
-            max_tokens=self.response.max_output_tokens or self._services.settings.max_reply_tokens,
-            temperature=self._services.settings.temperature,
-            top_p=self._services.settings.top_p,
-            repetition_penalty=self._services.settings.repetition_penalty,
+            max_tokens=self.response.max_output_tokens or settings.max_reply_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            repetition_penalty=settings.repetition_penalty,
         )
-        skip = 0
+        messages = self.messages
         self.trace.mark("llm_submit", self._clock.now_ns())
         await self._wait_for_prefill()
         while True:
-            messages = self._history.messages(self._config.instructions, skip)
-            self.trace.facts["dropped_messages"] = skip
+            self.trace.facts["dropped_messages"] = len(self.messages) - len(messages)
             try:
                 async with aclosing(self._services.engine.generate(messages, params)) as events:
                     async for event in events:
                         yield event
                 return
             except PromptTooLongError as error:
-                if len(messages) <= 2:
+                shorter = without_oldest(messages)
+                if shorter is None:
                     raise GenerationError(str(error), code=error.code) from error
-                skip += 2
+                messages = shorter
             except LlmError as error:
                 raise GenerationError(str(error), code=error.code) from error
 
@@ -207,39 +229,46 @@ class Turn:
             await asyncio.wait([self._prefilled])
 
     async def _voice(
-        self, clauses: asyncio.Queue[str | None], spoken: asyncio.Queue[Clause | None]
+        self, texts: asyncio.Queue[str | None], clauses: asyncio.Queue[Clause | None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        while (text := await clauses.get()) is not None:
-            job = partial(self._synthesize, text)
-            samples = await loop.run_in_executor(self._services.workers, job)
+        samples = np.zeros(0, np.float32)
+        while (text := await texts.get()) is not None:
+            if self._speaks:
+                job = partial(self._synthesize, text)
+                samples = await loop.run_in_executor(self._services.workers, job)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
-            await spoken.put(Clause(text, samples))
-        await spoken.put(None)
+            await clauses.put(Clause(text, samples))
+        await clauses.put(None)
 
     def _synthesize(self, text: str) -> Samples:
         """Runs in a worker thread."""
         try:
-            return self._services.synthesizer.synthesize(text, speed=self._config.speed)
+            return self._services.synthesizer.synthesize(text, speed=self.config.speed)
         except AudioError as error:
             raise SynthesisError(f"speech synthesis failed: {error}") from error
 
-    async def _play(self, spoken: asyncio.Queue[Clause | None]) -> None:
-        rate = self._config.output_format.rate
+    async def _present(self, clauses: asyncio.Queue[Clause | None]) -> None:
+        """Show and play, once it is certain that the answer is wanted."""
+        clause = await clauses.get()
+        await self._released.wait()
+        item = await self._open_item()
+        rate = self.config.output_format.rate
         resampler = StreamResampler(self._services.synthesizer.sample_rate, rate)
-        while (clause := await spoken.get()) is not None:
+        while clause is not None:
             samples = resampler.process(clause.samples)
             self._spoken.timeline.append(clause.text, len(samples))
-            await self._write(clause.text)
-            await self._send(samples)
+            await self._write(item, clause.text)
+            await self._send(item, samples)
+            clause = await clauses.get()
         tail = resampler.flush()
         self._spoken.timeline.append("", len(tail))
-        await self._send(tail)
+        await self._send(item, tail)
 
     # --- to the client ---
 
-    async def _open_item(self) -> None:
+    async def _open_item(self) -> Item:
         part = Part("output_audio" if self._speaks else "output_text", "")
         item = Item(new_id("item"), "assistant", [part], "in_progress")
         previous = self._history.add(item)
@@ -248,26 +277,24 @@ class Turn:
         self._item = item
         self.response.output.append(item)
         await self._sink(OutputStarted(self.response.id, item, previous))
+        return item
 
-    async def _write(self, text: str) -> None:
-        assert self._item is not None
-        part = self._item.content[0]
+    async def _write(self, item: Item, text: str) -> None:
+        part = item.content[0]
         part.text = (part.text or "") + text
-        await self._sink(OutputText(self.response.id, self._item.id, text))
+        await self._sink(OutputText(self.response.id, item.id, text))
 
-    async def _send(self, samples: Samples) -> None:
+    async def _send(self, item: Item, samples: Samples) -> None:
         """Send audio in pieces of 100 ms, never further ahead of its playout than the lead."""
-        assert self._item is not None
-        fmt = self._config.output_format
+        fmt = self.config.output_format
         for start in range(0, len(samples), fmt.rate // 10):
             chunk = samples[start : start + fmt.rate // 10]
             if wait_s := self._playout.wait_s(self._clock.now_ns()):
                 await self._clock.sleep(wait_s)
-            payload = encode(chunk, fmt)
-            await self._sink(OutputAudio(self.response.id, self._item.id, payload))
+            await self._sink(OutputAudio(self.response.id, item.id, encode(chunk, fmt)))
             sounds_ns = self._playout.sent(len(chunk), self._clock.now_ns())
             self._spoken.sent_samples += len(chunk)
-            self._item.content[0].audio_ms = self._spoken.sent_ms
+            item.content[0].audio_ms = self._spoken.sent_ms
             self._note_audible(chunk, sounds_ns)
 
     # --- notes ---
@@ -297,9 +324,9 @@ class Turn:
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
         if not len(audible):
             return
-        offset_ns = int(audible[0]) * 1_000_000_000 // self._config.output_format.rate
+        offset_ns = int(audible[0]) * 1_000_000_000 // self.config.output_format.rate
         self.trace.mark("first_audio_sent", sounds_ns + offset_ns)
-        self._on_audio_started()
+        self.on_audio_started()
 
     # --- the end ---
 

@@ -73,6 +73,19 @@ class TurnTrace:
             raise KeyError(instant)
         self.instants.setdefault(instant, at_ns)
 
+    def begin_typed(self, at_ns: int) -> None:
+        """A turn that nobody spoke begins where its answer is asked for."""
+        for instant in ("speech_end", "endpoint", "asr_final"):
+            self.mark(instant, at_ns)
+
+    def join(self, heard: TurnTrace) -> None:
+        """Take over what is known of the caller's side of the turn."""
+        self.spoken = heard.spoken
+        self.transcript = heard.transcript
+        for instant, at_ns in heard.instants.items():
+            self.mark(instant, at_ns)
+        self.facts.update(heard.facts)
+
     def to_dict(self) -> dict[str, Any]:
         """The turn as the outside sees it. Milliseconds, relative to ``speech_end``.
 

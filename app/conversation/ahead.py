@@ -1,0 +1,81 @@
+"""Work done ahead of certainty: prompts read and answers begun before the caller has finished.
+
+At most one piece of work runs, and at most one answer is held. What turns out to be for nothing is
+stopped, and counted, so that its cost can be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from app.conversation.session_config import SessionConfig
+from app.conversation.turn import Turn
+from llm_core import ChatMessage
+
+
+class Ahead:
+    """One caller's work in advance."""
+
+    def __init__(self) -> None:
+        self._work: asyncio.Task[None] | None = None
+        self._answer: Turn | None = None
+        self._wasted_answers = 0
+        self._wasted_tokens = 0
+
+    @property
+    def work(self) -> asyncio.Task[None] | None:
+        """The running work, unless it is the one that asks."""
+        return None if self._work is asyncio.current_task() else self._work
+
+    def do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` instead of what runs now. Its failure is its own: it only saves time."""
+        if self._work is not None:
+            self._work.cancel()
+        self._work = asyncio.create_task(work)
+        self._work.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def hold(self, answer: Turn) -> None:
+        """Begin an answer that may be wanted soon."""
+        assert self._answer is None, "an answer is held until it is taken or discarded"
+        self._answer = answer
+        answer.start()
+
+    async def take(self, config: SessionConfig, messages: list[ChatMessage]) -> Turn | None:
+        """The held answer, if it answers just these messages under this configuration.
+
+        Any other is discarded.
+        """
+        answer = self._answer
+        if (
+            answer is not None
+            and answer.config == config
+            and answer.messages == messages
+            and not answer.has_ended  # before it was wanted: it failed
+        ):
+            self._answer = None
+            return answer
+        await self.discard()
+        return None
+
+    async def discard(self) -> None:
+        """Forget the held answer; returns when nothing of it is left."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            await answer.discard()
+            self._wasted_answers += 1
+            self._wasted_tokens += answer.trace.facts.get("completion_tokens", 0)
+
+    async def close(self) -> None:
+        """Stop everything; returns when nothing is left."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait([self._work])
+        await self.discard()
+
+    def take_wasted(self) -> dict[str, int]:
+        """What was for nothing since the last call, as facts for a trace."""
+        facts = {"wasted_answers": self._wasted_answers, "wasted_tokens": self._wasted_tokens}
+        self._wasted_answers = self._wasted_tokens = 0
+        return facts
