@@ -14,9 +14,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.errors import ConfigError
 
+# Chosen by ear among five for the embedded model: it keeps to English and to short answers.
 DEFAULT_INSTRUCTIONS = (
-    "You are Parley, a friendly voice assistant. The user hears your answer spoken aloud. "
-    "Answer in one or two short, plain sentences."
+    "You are a helpful AI assistant named Parley. You speak with the user. "
+    "Keep every answer short: one or two plain sentences."
 )
 
 
@@ -52,9 +53,9 @@ class Settings(BaseSettings):
     temperature: float = Field(default=0.2, ge=0.0, le=2.0)
     top_p: float = Field(default=0.9, gt=0.0, le=1.0)
     repetition_penalty: float = Field(
-        default=1.1, ge=1.0, le=2.0, description="small models repeat themselves without it"
+        default=1.05, ge=1.0, le=2.0, description="small models repeat themselves without it"
     )
-    max_reply_tokens: int = Field(default=256, ge=1, le=4096)
+    max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
     vad_threshold: float = Field(default=0.5, gt=0.0, lt=1.0)
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)

@@ -54,7 +54,7 @@ class ClauseLimits:
 # First audio waits for the first clause, so that one is short. Its sound (about 0.3 s a word)
 # covers the making of the next, which may be longer; from the third on whole sentences sound best.
 DEFAULT_LIMITS = (
-    ClauseLimits(min_sentence_words=1, min_comma_words=1, min_soft_words=5, max_words=9),
+    ClauseLimits(min_sentence_words=1, min_comma_words=1, min_soft_words=4, max_words=6),
     ClauseLimits(min_sentence_words=2, min_comma_words=4, min_soft_words=9, max_words=15),
     ClauseLimits(min_sentence_words=3, min_comma_words=14, min_soft_words=20, max_words=28),
 )
