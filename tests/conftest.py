@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.server_env import BRIEF
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -57,8 +59,7 @@ def tts_voice_path() -> Path:
 def server_url(llm_model_path: Path, asr_model_dir: Path, tts_voice_path: Path) -> Iterator[str]:
     """Base URL of a real server with the embedded models, run as a user would run it."""
     command = [sys.executable, "-m", "app", "serve", "--port", "0"]
-    # Tests listen to whole answers, and the embedded model likes to talk.
-    env = {**os.environ, "PARLEY_MAX_REPLY_TOKENS": "48"}
+    env = {**os.environ, **BRIEF}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env) as server:
         assert server.stdout is not None
         url = None

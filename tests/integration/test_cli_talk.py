@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import soundfile as sf
 
+from tests.server_env import BRIEF
+
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +28,7 @@ def parley(*arguments: str, stdin: str | None = None) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-m", "app", *arguments],
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "100"},
+        env=os.environ | BRIEF | {"COLUMNS": "100"},
         input=stdin,
         capture_output=True,
         text=True,
