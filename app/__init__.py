@@ -1,7 +1,7 @@
 """Parley: a self-hosted real-time voice assistant backend.
 
 This package is all that touches a network, a caller, or an operator. Start reading at
-``server.py`` (what runs) or ``conversation/session.py`` (one caller).
+``conversation/session.py``: one caller's whole life.
 """
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -29,6 +30,12 @@ class OriginError(ClientError):
     code = "origin_not_allowed"
 
 
+class HostError(ClientError):
+    """The request is for a name that is not ours (HTTP 421)."""
+
+    code = "host_not_allowed"
+
+
 class Gatekeeper:
     """Checks a request before anything is done for it."""
 
@@ -36,11 +43,28 @@ class Gatekeeper:
         self._digests = [_digest(key) for key in settings.api_keys]
         self._origins = {_normal(origin) for origin in settings.allowed_origins}
         self._any_origin = "*" in settings.allowed_origins
+        self._hosts = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
+        self._any_host = "*" in settings.allowed_hosts
 
     def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> None:
         """Raises AuthenticationError or OriginError."""
         self._check_origin(headers)
         self._check_key(headers.get("authorization", ""), subprotocols)
+
+    def check_host(self, headers: Headers) -> None:
+        """Raises HostError for a name that is neither local, nor an address, nor configured.
+
+        A page of another site can make its own name point to this server (DNS rebinding); the
+        browser then takes us for a part of that site, and only the Host header tells.
+        """
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if self._any_host or host in self._hosts or host.endswith(".localhost"):
+            return
+        if not _is_address(host):
+            raise HostError(
+                f"This server does not go by the name {host[:200]!r}. If it should, its operator "
+                "adds the name to PARLEY_ALLOWED_HOSTS."
+            )
 
     def _check_key(self, authorization: str, subprotocols: Iterable[str]) -> None:
         if not self._digests:
@@ -79,6 +103,14 @@ class Gatekeeper:
         if host and host == headers.get("host", "").lower():
             return
         raise OriginError(f"Pages of {origin[:200]!r} may not connect to this server.")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: str) -> bytes:

@@ -6,11 +6,12 @@ embedded models.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import ConfigError
 
@@ -19,6 +20,20 @@ DEFAULT_INSTRUCTIONS = (
     "You are a helpful AI assistant named Parley. You speak with the user. "
     "Keep every answer short: one or two plain sentences."
 )
+
+
+def _split(value: object) -> object:
+    """A list in an environment variable: names with commas between them, or a JSON list."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+# NoDecode: pydantic-settings would insist on JSON.
+Names = Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_split)]
 
 
 class Settings(BaseSettings):
@@ -31,9 +46,14 @@ class Settings(BaseSettings):
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535, description="0 lets the system choose")
-    api_keys: tuple[str, ...] = Field(default=(), description="empty: no key is asked for")
-    allowed_origins: tuple[str, ...] = Field(
+    api_keys: Names = Field(default=(), repr=False, description="empty: no key is asked for")
+    allowed_origins: Names = Field(
         default=(), description="browser origins besides our own; '*' allows any"
+    )
+    allowed_hosts: Names = Field(
+        default=(),
+        description="names under which clients reach this server, besides localhost, addresses "
+        "and PARLEY_HOST; '*' allows any",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_transcripts: bool = Field(default=False, description="write what callers say to the log")
@@ -72,7 +92,7 @@ class Settings(BaseSettings):
     )
 
     max_sessions: int = Field(default=16, ge=1)
-    max_message_bytes: int = Field(default=32 * 1024 * 1024, ge=64 * 1024)
+    max_message_bytes: int = Field(default=24 * 1024 * 1024, ge=64 * 1024)
     idle_timeout_s: float = Field(default=600.0, ge=1.0, description="without a client message")
     trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
 

@@ -65,9 +65,3 @@ class GenerationError(ServiceError):
     """The LLM core failed or refused."""
 
     code = "generation_failed"
-
-
-class OverloadedError(ServiceError):
-    """Too many callers; try again later."""
-
-    code = "overloaded"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 # A peer that vanished, or never reads, holds its socket no longer than this (TCP_USER_TIMEOUT).
 _DEAD_PEER_MS = 30_000
 _GRACE_S = 5
-_SUPERVISION_S = 0.5
+_SUPERVISION_S, _MAX_SUPERVISION_S = 0.5, 30.0
 
 
 @asynccontextmanager
@@ -53,7 +54,8 @@ async def build_services(
     started_s = time.monotonic()
     async with AsyncExitStack() as stack:
         workers = ThreadPoolExecutor(settings.speech_workers, thread_name_prefix="speech")
-        stack.callback(workers.shutdown, cancel_futures=True)
+        # In a thread: a transcription that is under way cannot be stopped, and must not stop us.
+        stack.push_async_callback(asyncio.to_thread, workers.shutdown, cancel_futures=True)
         try:
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, progress, workers)
@@ -68,7 +70,9 @@ async def build_services(
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
-        supervising = asyncio.create_task(_supervise(engine.result()), name="engine supervisor")
+        supervising = asyncio.create_task(
+            _supervise(engine.result(), settings), name="engine supervisor"
+        )
         stack.callback(supervising.cancel)
         yield Services(
             engine=engine.result(),
@@ -107,22 +111,31 @@ async def _load_engine(settings: Settings, paths: _Paths, stack: AsyncExitStack)
     )
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)
-    # Callers find the instructions read, and no first caller pays for first-time work.
-    await engine.prefill(
-        [ChatMessage("system", settings.instructions), ChatMessage("user", "Hello.")]
-    )
+    await _read_instructions(engine, settings)
     return engine
 
 
-async def _supervise(engine: EngineClient) -> None:
+async def _read_instructions(engine: EngineClient, settings: Settings) -> None:
+    """Callers find the instructions read, and no first caller pays for first-time work."""
+    await engine.prefill(
+        [ChatMessage("system", settings.instructions), ChatMessage("user", "Hello.")]
+    )
+
+
+async def _supervise(engine: EngineClient, settings: Settings) -> None:
     """Bring a dead engine back at once, not when the next caller has asked and waits."""
+    wait_s = _SUPERVISION_S
     while True:
-        await asyncio.sleep(_SUPERVISION_S)
-        if not engine.is_alive:
-            try:
-                await engine.restart()
-            except LlmError as error:
-                logger.error("the engine cannot be restarted: %s", error)
+        await asyncio.sleep(wait_s)
+        if engine.is_alive:
+            wait_s = _SUPERVISION_S
+            continue
+        try:
+            await engine.restart()
+            await _read_instructions(engine, settings)
+        except (LlmError, OSError) as error:
+            wait_s = min(2 * wait_s, _MAX_SUPERVISION_S)
+            logger.error("the engine cannot be restarted: %s", error, extra={"again_in_s": wait_s})
 
 
 async def _load_recognizer(
@@ -244,12 +257,25 @@ def _url(host: str, port: int) -> str:
     return f"http://{shown}:{port}"
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
     """Run until SIGINT or SIGTERM. Prints one line with the URL when callers can connect.
 
     Raises ConfigError or ModelStoreError when the server cannot start.
     """
     setup_logging(settings)
+    if not settings.api_keys and not _is_loopback(settings.host):
+        logger.warning(
+            "anyone who can reach %s can use this server and read its traces: PARLEY_API_KEYS is "
+            "not set",
+            settings.host or "this machine",
+        )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, progress))
 

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,7 +23,13 @@ from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_session import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
-from app.auth import REALTIME_SUBPROTOCOL, AuthenticationError, Gatekeeper, OriginError
+from app.auth import (
+    REALTIME_SUBPROTOCOL,
+    AuthenticationError,
+    Gatekeeper,
+    HostError,
+    OriginError,
+)
 from app.config import Settings
 from app.conversation.services import Services
 from app.conversation.session import Session
@@ -126,6 +132,7 @@ def create_app(
     )
     app.state.gatekeeper = Gatekeeper(settings)
     app.state.connections = Connections(settings.max_sessions)
+    app.add_middleware(_HostGuard, gatekeeper=app.state.gatekeeper)
     app.add_middleware(_SecurityHeaders)
     _add_error_handlers(app)
     _add_health(app, services)
@@ -204,6 +211,8 @@ def _error_response(error: ParleyError, status: int | None = None) -> JSONRespon
         status, headers = 401, {"WWW-Authenticate": "Bearer"}
     elif isinstance(error, OriginError):
         status = 403
+    elif isinstance(error, HostError):
+        status = 421
     body = {
         "message": error.message,
         "type": "invalid_request_error" if isinstance(error, ClientError) else "server_error",
@@ -248,6 +257,27 @@ class _Pages(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers["cache-control"] = "no-cache"
         return response
+
+
+class _HostGuard:
+    """Turns away requests for names that are not ours, whatever they ask for."""
+
+    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper) -> None:
+        self._app = app
+        self._gatekeeper = gatekeeper
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            try:
+                self._gatekeeper.check_host(Headers(scope=scope))
+            except HostError as error:
+                response = _error_response(error)
+                if scope["type"] == "websocket":
+                    await WebSocket(scope, receive, send).send_denial_response(response)
+                else:
+                    await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _SecurityHeaders:

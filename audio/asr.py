@@ -44,6 +44,7 @@ _SHORT_MAX_CONTENT_FRAMES = 600
 _MAX_PIECE_S = (MAX_FRAMES - _PAD_FRAMES) / FRAMES_PER_S
 _MIN_SPLIT_S = 2.0
 _MAX_SPLITS = 2
+_MAX_PROMPT_CHARS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Recognizer:
         audio = np.ascontiguousarray(samples, dtype=np.float32)
         job = _Job(
             language=self.language if language is None else self._decoder.check_language(language),
-            prompt=None if prompt is None or has_loop(prompt) else prompt,
+            prompt=_usable_prompt(prompt),
         )
         whole = Piece(audio, self._vad.probabilities(audio)).trimmed()
         heard = [
@@ -228,3 +229,9 @@ def _join(parts: Sequence[Decoding]) -> Decoding:
         encoder_frames=sum(part.encoder_frames for part in parts),
         was_capped=any(part.was_capped for part in parts),
     )
+
+
+def _usable_prompt(prompt: str | None) -> str | None:
+    """The end of a prompt: Whisper takes 223 tokens, and looking for loops costs their square."""
+    end = (prompt or "")[-_MAX_PROMPT_CHARS:]
+    return None if not end or has_loop(end) else end

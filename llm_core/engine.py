@@ -121,7 +121,9 @@ class Engine:
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
         validate_params(params)
-        prompt_ids = self._encode(messages)
+        # Room for the reply, or for as much of it as is fair to ask of a short context.
+        reply_len = min(params.max_tokens, self._runner.max_context // 4)
+        prompt_ids = self._encode(messages, reply_len=reply_len)
         max_len = min(len(prompt_ids) + params.max_tokens, self._runner.max_context)
         sequence = TokenSequence(request_id, prompt_ids, max_len=max_len)
         self._add(
@@ -139,7 +141,7 @@ class Engine:
         self, request_id: int, messages: Sequence[ChatMessage], *, received_ns: int
     ) -> None:
         """Queues the computing of a prompt's KV. Raises as ``submit``."""
-        prompt_ids = self._encode(messages)
+        prompt_ids = self._encode(messages, reply_len=1)
         sequence = TokenSequence(request_id, prompt_ids, max_len=len(prompt_ids), generates=False)
         self._add(_Request(request_id, sequence, received_ns))
 
@@ -170,7 +172,7 @@ class Engine:
             cached_tokens=slots.cached_len,
         )
 
-    def _encode(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _encode(self, messages: Sequence[ChatMessage], *, reply_len: int) -> list[int]:
         max_context = self._runner.max_context
         num_bytes = sum(len(m.content.encode("utf-8", errors="replace")) for m in messages)
         if num_bytes > max_context * _MAX_BYTES_PER_TOKEN:
@@ -181,10 +183,10 @@ class Engine:
         prompt_ids = self._tokenizer.encode_pieces(self._template.render(messages))
         if not prompt_ids:
             raise InvalidRequestError("messages: the prompt is empty")
-        if len(prompt_ids) >= max_context:
+        if len(prompt_ids) + reply_len > max_context:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt_ids)} tokens; the context of {max_context} tokens "
-                "must also hold at least one token of the reply"
+                f"must also hold {reply_len} of the reply"
             )
         return prompt_ids
 

@@ -37,7 +37,7 @@ class Scheduler:
     """First come, first served, with decoding ahead of prompts."""
 
     def __init__(
-        self, *, num_slots: int, max_waiting: int, prompt_budget: int = 256, mixed_budget: int = 64
+        self, *, num_slots: int, max_waiting: int, prompt_budget: int = 96, mixed_budget: int = 64
     ) -> None:
         """``prompt_budget``: rows of a step when nobody is decoding; ``mixed_budget``: prompt rows
         of a step that decodes too, small because every listener waits for that step."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_env import BRIEF
+from tests.server_env import BRIEF, missing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +22,7 @@ def shared_data() -> Path:
     """The recordings and texts beside the project."""
     data = ROOT.parent / "shared" / "data"
     if not (data / "MANIFEST.tsv").is_file():
-        pytest.skip("the recordings in ../shared/data are not on this machine")
+        missing("the recordings in ../shared/data are not on this machine")
     return data
 
 
@@ -34,7 +34,7 @@ def _model(name: str) -> Path:
     try:
         return ModelStore(load_settings().home).resolve(name)
     except ModelStoreError as error:
-        pytest.skip(f"{name} is not installed ({error}); `parley models fetch` gets it")
+        missing(f"{name} is not installed ({error}); `parley models fetch` gets it")
 
 
 @pytest.fixture(scope="session")

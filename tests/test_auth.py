@@ -8,8 +8,9 @@ import logging
 import pytest
 from starlette.datastructures import Headers
 
-from app.auth import AuthenticationError, Gatekeeper, OriginError
-from app.config import Settings
+from app.auth import AuthenticationError, Gatekeeper, HostError, OriginError
+from app.config import Settings, load_settings
+from app.errors import ConfigError
 from app.logging_setup import session_id, setup_logging, speech_field
 
 KEYED = Gatekeeper(Settings(api_keys=("first-key", "zweiter-schlüssel")))
@@ -111,3 +112,48 @@ def test_words_are_logged_only_on_request() -> None:
     assert speech_field(Settings(log_transcripts=True), "transcript", "words") == {
         "transcript": "words"
     }
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "is_ours"),
+    [
+        ("localhost:8080", {}, True),
+        ("127.0.0.1:8080", {}, True),
+        ("[::1]:8080", {}, True),
+        ("192.168.1.20", {}, True),
+        ("evil.example:8080", {}, False),
+        ("", {}, False),
+        ("localhost.evil.example", {}, False),
+        ("parley.example", {"allowed_hosts": "parley.example, other.example"}, True),
+        ("PARLEY.example:443", {"allowed_hosts": '["parley.example"]'}, True),
+        ("box.lan:8080", {"host": "box.lan"}, True),
+        ("evil.example", {"allowed_hosts": "*"}, True),
+    ],
+)
+def test_a_name_that_was_rebound_to_us_is_refused(
+    host: str, settings: dict[str, str], is_ours: bool
+) -> None:
+    gatekeeper = Gatekeeper(Settings.model_validate(settings))
+    headers = Headers({"host": host} if host else {})
+    if is_ours:
+        gatekeeper.check_host(headers)
+    else:
+        with pytest.raises(HostError, match="PARLEY_ALLOWED_HOSTS"):
+            gatekeeper.check_host(headers)
+
+
+def test_keys_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, keys in (
+        ("abc", ("abc",)),
+        ("abc, def", ("abc", "def")),
+        ('["abc"]', ("abc",)),
+        ("", ()),
+    ):
+        monkeypatch.setenv("PARLEY_API_KEYS", value)
+        settings = load_settings()
+        assert settings.api_keys == keys
+        assert "abc" not in repr(settings)
+    for bad in ('[""]', "[1", "[1]"):
+        monkeypatch.setenv("PARLEY_API_KEYS", bad)
+        with pytest.raises(ConfigError, match="PARLEY_API_KEYS"):
+            load_settings()

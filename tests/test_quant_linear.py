@@ -151,8 +151,8 @@ def test_weights_beyond_float16_stay_exact() -> None:
 
 def test_auto_depends_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert choose_formats("auto") == FormatChoice("int4", "int8")
-    assert str(choose_formats("auto")) == "int4+int8 head"
+    assert choose_formats("auto") == FormatChoice("int4", "int4")
+    assert str(choose_formats("auto")) == "int4"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(linear, "has_float16_gemm", lambda: True)
     assert str(choose_formats("auto")) == "float16"

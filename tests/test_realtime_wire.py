@@ -205,9 +205,6 @@ def test_traces_and_faults() -> None:
     (trace,) = wire(e.TurnTraced({"turn_id": "turn_1", "voice_to_voice_ms": 512.5}))
     assert trace["type"] == "parley.turn.trace"
     assert trace["turn"]["voice_to_voice_ms"] == 512.5
-    (fault,) = wire(e.SessionFault("server_error", "broken"))
-    assert fault["error"]["type"] == "server_error"
-    assert fault["error"]["event_id"] is None
 
 
 def test_errors_name_the_event_that_caused_them() -> None:

@@ -112,6 +112,19 @@ async def test_health_page_and_headers(start: Start) -> None:
         assert missing.json()["error"]["code"] == "not_found"
 
 
+async def test_a_rebound_name_is_turned_away_everywhere(start: Start) -> None:
+    async with start() as url, httpx.AsyncClient(base_url=url) as http:
+        for path in ("/", "/healthz", "/v1/traces", "/talk.js"):
+            refused = await http.get(path, headers={"host": "evil.example:8080"})
+            assert refused.status_code == 421, path
+            assert refused.json()["error"]["code"] == "host_not_allowed"
+            assert "turn_1" not in refused.text
+        with pytest.raises(InvalidStatus) as denied:
+            async with connect(socket_url(url), additional_headers={"Host": "evil.example"}):
+                pass
+        assert denied.value.response.status_code == 421
+
+
 async def test_an_engine_that_died_is_not_ready(web_root: Path) -> None:
     services = fake_services(ScriptedEngine(), port=0)
     cast(Any, services.engine).is_alive = False

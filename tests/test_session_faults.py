@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from app.conversation.dialog import Phase
 from app.conversation.events import (
     InputCommitted,
-    Item,
     OutputAudio,
-    Part,
     ResponseDone,
     ResponseStarted,
     SessionEvent,
@@ -25,7 +21,7 @@ from app.conversation.session_config import SessionConfig
 from app.errors import ClientError
 from audio.codecs import PCMU_8K
 from audio.errors import AudioError
-from llm_core import EngineDiedError, PromptTooLongError
+from llm_core import EngineDiedError
 from tests.fakes import ScriptedEngine, settle, silence, voice
 from tests.session_call import call
 
@@ -113,26 +109,6 @@ async def test_an_unknown_error_is_logged_not_told(caplog: pytest.LogCaptureFixt
         assert (failed.status, failed.reason) == ("failed", "server_error")
         assert "secret" not in failed.error_message
         assert "secret detail" in caplog.text
-
-
-class _ShortContext(ScriptedEngine):
-    """Refuses prompts of more than four messages."""
-
-    async def generate(self, messages: Any, params: Any) -> AsyncIterator[Any]:
-        if len(messages) > 4:
-            raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
-        async for event in super().generate(messages, params):
-            yield event
-
-
-async def test_a_long_conversation_forgets_its_oldest_messages() -> None:
-    async with call(_ShortContext("Yes.")) as c:
-        for number in range(7):
-            await c.session.add_item(Item(f"i{number}", "user", [Part("input_text", str(number))]))
-        await c.session.create_response()
-        await c.clock.advance(3)
-        assert [m.content for m in c.engine.requests[0]] == ["Be brief.", "4", "5", "6"]
-        assert c.out.of(TurnTraced)[0].turn["facts"]["dropped_messages"] == 4
 
 
 async def test_the_token_limit_is_reported() -> None:

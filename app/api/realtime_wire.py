@@ -206,10 +206,6 @@ class WireMapper:
     def _(self, event: e.TurnTraced) -> list[Wire]:
         return [server_event("parley.turn.trace", turn=event.turn)]
 
-    @to_wire.register
-    def _(self, event: e.SessionFault) -> list[Wire]:
-        return [error_event("server_error", event.code, event.message)]
-
     def response_object(self, response: e.Response) -> Wire:
         """The response resource. ``usage`` is null until the response has ended."""
         ended = response.status != "in_progress"

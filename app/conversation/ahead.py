@@ -7,12 +7,16 @@ stopped, and counted, so that its cost can be seen.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from app.conversation.session_config import SessionConfig
 from app.conversation.turn import Turn
+from app.errors import RecognitionError
 from llm_core import ChatMessage
+
+log = logging.getLogger(__name__)
 
 
 class Ahead:
@@ -34,11 +38,11 @@ class Ahead:
         if self._work is not None:
             self._work.cancel()
         self._work = asyncio.create_task(work)
-        self._work.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._work.add_done_callback(_note_failure)
 
-    def hold(self, answer: Turn) -> None:
-        """Begin an answer that may be wanted soon."""
-        assert self._answer is None, "an answer is held until it is taken or discarded"
+    async def hold(self, answer: Turn) -> None:
+        """Begin an answer that may be wanted soon, in place of the one that is held now."""
+        await self.discard()
         self._answer = answer
         answer.start()
 
@@ -79,3 +83,10 @@ class Ahead:
         facts = {"wasted_answers": self._wasted_answers, "wasted_tokens": self._wasted_tokens}
         self._wasted_answers = self._wasted_tokens = 0
         return facts
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    """A recogniser that fails is reported by whoever needs its words; all else is a fault."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        level = logging.INFO if isinstance(error, RecognitionError) else logging.ERROR
+        log.log(level, "work in advance failed: %s", error, exc_info=error)

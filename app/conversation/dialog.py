@@ -70,7 +70,9 @@ class TranscriptReady:
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequested:
-    """The client asks for a response. The caller of ``feed`` has checked ``has_response``."""
+    """The client asks for a response. ``request`` says which; the dialog only carries it."""
+
+    request: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ class CommitTurn:
 
 @dataclass(frozen=True, slots=True)
 class StartResponse:
-    """Answer now."""
+    """Answer now. ``request`` is what the client asked for; None when the turn itself asks."""
+
+    request: object = None
 
 
 Action = (
@@ -177,7 +181,7 @@ class Dialog:
         self._words = Words.KNOWN
         self._interrupted = False
         # The client asked for the coming response itself, so it comes even without words.
-        self._asked = False
+        self._asked: ResponseRequested | None = None
         # A turn ended while a response was running that it must not interrupt: answer it next.
         self._reply_next = False
         # A reply was stopped before a word of it was heard. If what stopped it turns out to be
@@ -224,7 +228,7 @@ class Dialog:
                 self._words = Words.KNOWN if event.has_words else Words.NONE
                 return self._on_transcript()
             case ResponseRequested() if self.bot is Bot.IDLE:
-                self._asked = True
+                self._asked = event
                 return self._respond()
             case CancelRequested() if self.has_response:
                 return self._stop("client_cancelled")
@@ -258,7 +262,7 @@ class Dialog:
         # While only a transcript is awaited there is nothing running yet that could be stopped.
         running = self.bot in (Bot.THINKING, Bot.SPEAKING)
         self.bot = Bot.IDLE
-        self._asked = self._reply_next = False
+        self._asked, self._reply_next = None, False
         return [StopResponse(reason)] if running else []
 
     def _commit(self, heard_end: VoiceEnded | None, *, respond: bool) -> list[Action]:
@@ -283,7 +287,8 @@ class Dialog:
         if self._words is Words.PENDING:
             self.bot = Bot.TRANSCRIBING
             return []
-        wanted = self._words is Words.KNOWN or self._asked or self._owes_reply
-        self._asked = self._owes_reply = False
+        asked, self._asked = self._asked, None
+        wanted = self._words is Words.KNOWN or asked is not None or self._owes_reply
+        self._owes_reply = False
         self.bot = Bot.THINKING if wanted else Bot.IDLE
-        return [StartResponse()] if wanted else []
+        return [StartResponse(asked.request if asked else None)] if wanted else []

@@ -208,14 +208,6 @@ class TurnTraced:
     turn: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFault:
-    """Something went wrong that no client event caused."""
-
-    code: str
-    message: str
-
-
 SessionEvent = (
     SpeechStarted
     | SpeechStopped
@@ -235,7 +227,6 @@ SessionEvent = (
     | OutputDone
     | ResponseDone
     | TurnTraced
-    | SessionFault
 )
 
 Sink = Callable[[SessionEvent], Awaitable[None]]

@@ -13,6 +13,7 @@ from audio.playout import PlayoutTimeline
 from llm_core import ChatMessage
 
 MAX_ITEMS = 2_000
+MAX_CHARS = 4_000_000
 
 
 @dataclass(slots=True)
@@ -36,6 +37,11 @@ class SpokenRecord:
 class _Entry:
     item: Item
     spoken: SpokenRecord | None = None
+    is_forgotten: bool = False  # by the model: its context is too short for the whole conversation
+
+    @property
+    def words(self) -> str:
+        return " ".join(p.text for p in self.item.content if p.text).strip()
 
 
 class History:
@@ -47,23 +53,30 @@ class History:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def last_id(self) -> str | None:
-        """Id of the newest item."""
-        return self._entries[-1].item.id if self._entries else None
+    def append_own(self, item: Item) -> str | None:
+        """Append an item that the server made. Never fails: a full history loses its oldest items.
+
+        Returns the id of the item before it.
+        """
+        while len(self._entries) >= MAX_ITEMS or self._num_chars() > MAX_CHARS:
+            del self._entries[0]
+        self._entries.append(_Entry(item))
+        return self.previous_id(item.id)
 
     def add(self, item: Item, previous_item_id: str | None = None) -> str | None:
-        """Insert an item, at the end or behind ``previous_item_id`` ("root": at the beginning).
+        """Insert a client's item, at the end or behind ``previous_item_id`` ("root": in front).
 
         Returns the id of the item before it. Raises ClientError when the item's id is taken, the
-        previous item is unknown, or there are too many items.
+        previous item is unknown, or the history is full.
         """
-        if len(self._entries) >= MAX_ITEMS:
+        num_chars = self._num_chars() + sum(len(part.text or "") for part in item.content)
+        if len(self._entries) >= MAX_ITEMS or num_chars > MAX_CHARS:
             raise ClientError(
-                f"the conversation is full ({MAX_ITEMS} items): delete some or start a new session",
+                f"the conversation is full ({MAX_ITEMS} items or {MAX_CHARS} characters): delete "
+                "some items or start a new session",
                 code="conversation_full",
             )
-        if any(e.item.id == item.id for e in self._entries):
+        if item.id == "root" or any(e.item.id == item.id for e in self._entries):
             raise ClientError(
                 f"an item with the id {item.id!r} exists already",
                 code="item_create_duplicate_item_id",
@@ -136,11 +149,24 @@ class History:
         Items without words (silence, an answer of which nothing was heard) are left out.
         """
         said = [
-            ChatMessage(entry.item.role, text)
+            ChatMessage(entry.item.role, words)
             for entry in self._entries
-            if (text := " ".join(p.text for p in entry.item.content if p.text).strip())
+            if not entry.is_forgotten and (words := entry.words)
         ]
         return ([ChatMessage("system", instructions)] if instructions else []) + said
+
+    def forget_oldest(self, num_messages: int) -> None:
+        """Leave the oldest ``num_messages`` out of ``messages`` from now on.
+
+        The cut stays where it is, so that the prompts to come share their beginning.
+        """
+        for entry in self._entries:
+            if num_messages > 0 and not entry.is_forgotten and entry.words:
+                entry.is_forgotten = True
+                num_messages -= 1
+
+    def _num_chars(self) -> int:
+        return sum(len(part.text or "") for e in self._entries for part in e.item.content)
 
     def _index(self, item_id: str, verb: str, param: str = "item_id") -> int:
         for index, entry in enumerate(self._entries):
@@ -153,10 +179,17 @@ class History:
         )
 
 
-def without_oldest(messages: list[ChatMessage]) -> list[ChatMessage] | None:
-    """``messages`` without the two oldest that are not instructions; None when few are left."""
+def shortened(messages: list[ChatMessage]) -> list[ChatMessage] | None:
+    """The instructions and the newest messages, about half of the characters; None: no shorter.
+
+    Half, not just enough: the next turns have room too, and a beginning that stays the same.
+    """
     first = 1 if messages and messages[0].role == "system" else 0
-    return messages[:first] + messages[first + 2 :] if len(messages) > first + 2 else None
+    kept = messages[first:]
+    target = sum(len(message.content) for message in kept) // 2
+    while len(kept) > 1 and sum(len(message.content) for message in kept) > target:
+        kept = kept[1:]
+    return messages[:first] + kept if len(kept) < len(messages) - first else None
 
 
 def _set_heard(entry: _Entry, heard_samples: int) -> None:

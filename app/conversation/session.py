@@ -20,6 +20,7 @@ from app.conversation.dialog import (
     AnnounceSpeech,
     AudioCommitted,
     AudioStarted,
+    Bot,
     Caller,
     CancelRequested,
     CommitTurn,
@@ -62,7 +63,7 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled, Transcriber
 from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
-from app.logging_setup import turn_id
+from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
 from audio.endpoint import VoiceEnded
 from audio.voice_end import find_voice_end
@@ -72,7 +73,7 @@ log = logging.getLogger(__name__)
 
 _MIN_COMMIT_SAMPLES = RATE // 10
 # Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
-_MAX_BUFFER_S = 600.0
+_MAX_BUFFER_S = 300.0
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
 
@@ -121,7 +122,6 @@ class Session:
         self._start_sample = 0  # where that item's audio begins
         self._num_commits = 0
         self._last_audio_ns = 0
-        self._request = _Request()
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
@@ -187,7 +187,14 @@ class Session:
 
     async def add_item(self, item: Item, previous_item_id: str | None = None) -> None:
         """Insert a message. Raises ClientError."""
+        if item.id == self._item_id:
+            raise ClientError(
+                f"the id {item.id!r} belongs to the caller's turn in progress",
+                code="item_create_duplicate_item_id",
+                param="item.id",
+            )
         previous = self._history.add(item, previous_item_id)
+        self._heard = None
         await self._sink(ItemAdded(item, previous))
         await self._sink(ItemDone(item, previous))
 
@@ -221,8 +228,11 @@ class Session:
                 "cancel it",
                 code="conversation_already_has_active_response",
             )
-        self._request = _Request(modality, instructions, max_output_tokens, metadata)
-        await self._feed(ResponseRequested())
+        # A turn whose words were known before the client asked has waited for the client, not for
+        # us: the time since then is nobody's latency.
+        self._heard = None
+        request = _Request(modality, instructions, max_output_tokens, metadata)
+        await self._feed(ResponseRequested(request))
 
     async def cancel_response(self, response_id: str | None = None) -> None:
         """Stop the active response. Raises ClientError when there is none, or another one."""
@@ -263,9 +273,11 @@ class Session:
             case CommitTurn():
                 await self._commit(action.heard_end)
             case StartResponse():
-                await self._start_response()
+                assert action.request is None or isinstance(action.request, _Request)
+                await self._start_response(action.request or _Request())
 
     async def _announce(self, start_sample: int) -> None:
+        await self._ahead.discard()
         self._start_sample = max(start_sample, self._listener.kept_from)
         start_ms = self._start_sample * 1000 // RATE
         await self._sink(SpeechStarted(self._item_id, start_ms))
@@ -298,7 +310,7 @@ class Session:
 
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         item = Item(item_id, "user", [part])
-        previous = self._history.add(item)
+        previous = self._history.append_own(item)
         if heard_end:
             end_ms = heard_end.last_voiced_sample * 1000 // RATE
             await self._sink(SpeechStopped(item_id, end_ms))
@@ -327,6 +339,8 @@ class Session:
         if commit == self._num_commits:
             self._heard = trace
             await self._feed(TranscriptReady(bool(part.text)))
+            if not self._dialog.has_response:
+                await self._ahead.discard()
 
     async def _tell_transcript(self, item_id: str, part: Part) -> None:
         text = part.text or ""
@@ -334,8 +348,9 @@ class Session:
             await self._sink(TranscriptionDelta(item_id, text))
         await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
 
-    async def _start_response(self) -> None:
-        request, self._request = self._request, _Request()
+    async def _start_response(self, request: _Request) -> None:
+        if self._turn is not None or self._dialog.bot is not Bot.THINKING:
+            return  # the floor was lost while this was on its way
         heard, self._heard = self._heard, None
         messages = self._history.messages(self.config.instructions)
         turn = await self._ahead.take(self.config, messages) if request == _Request() else None
@@ -347,6 +362,7 @@ class Session:
         else:
             turn.trace.begin_typed(self._clock.now_ns())
         turn.trace.facts.update(self._ahead.take_wasted())
+        turn.trace.facts["wasted_transcripts"] = self._transcriber.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
@@ -387,10 +403,19 @@ class Session:
         await self._sink(ResponseDone(turn.response))
         traced = turn.trace.to_dict()
         self._services.traces.add(traced)
+        self._log_turn(traced)
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))
-        for action in actions:
-            await self._perform(action)
+        if actions:  # else whoever stopped this turn holds the floor and waits for us
+            async with self._floor:
+                for action in actions:
+                    await self._perform(action)
+
+    def _log_turn(self, traced: dict[str, Any]) -> None:
+        extra = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
+        for name in ("transcript", "reply"):
+            extra |= speech_field(self._services.settings, name, traced[name])
+        log.info("turn ended", extra=extra)
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
@@ -402,14 +427,15 @@ class Session:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         settled = await asyncio.shield(early)
         words = settled.transcript.text
-        # The caller may have gone on, or finished, while the words were made.
-        if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
-            return
         said = [*self._history.messages(self.config.instructions), ChatMessage("user", words)]
-        if not self._services.settings.eager_reply or not self._dialog.will_answer:
-            await self._warm(said)
-            return
-        self._ahead.hold(self._make_turn(_Request(), said))
+        async with self._floor:
+            # The caller may have gone on, or finished, while the words were made.
+            if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
+                return
+            if self._services.settings.eager_reply and self._dialog.will_answer:
+                await self._ahead.hold(self._make_turn(_Request(), said))
+                return
+        await self._warm(said)
 
     async def _warm(self, messages: list[ChatMessage]) -> None:
         try:

@@ -15,7 +15,7 @@ Modality = Literal["audio", "text"]
 
 @dataclass(frozen=True, slots=True)
 class TurnDetection:
-    """Server-side voice activity detection. ``idle_timeout_ms`` None: never prompt a silent caller.
+    """Server-side voice activity detection.
 
     ``create_response``: answer at the end of a turn. ``interrupt_response``: the caller's voice
     stops a running answer.
@@ -26,7 +26,6 @@ class TurnDetection:
     silence_duration_ms: int = 500
     create_response: bool = True
     interrupt_response: bool = True
-    idle_timeout_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,7 @@ class Transcriber:
         self._early_end: int | None = None
         self.language: str | None = None
         self.prompt: str | None = None
-        self.num_dropped = 0
-        """Early transcripts that were void in the end."""
+        self._num_dropped = 0
 
     def try_early(self, samples: Samples, last_voiced_sample: int) -> asyncio.Task[Settled]:
         """Start transcribing a turn that may be over. The task is cancelled if it is not."""
@@ -56,9 +55,14 @@ class Transcriber:
     def drop(self) -> None:
         """The caller goes on: forget the early transcript."""
         if self._early is not None:
-            self.num_dropped += 1
+            self._num_dropped += 1
             self._early.cancel()
         self._early = self._early_end = None
+
+    def take_num_dropped(self) -> int:
+        """How many early transcripts were for nothing since the last call."""
+        number, self._num_dropped = self._num_dropped, 0
+        return number
 
     def settle(self, samples: Samples, last_voiced_sample: int | None) -> asyncio.Task[Settled]:
         """The turn's transcript, in the making. The early one serves if no voice came after it.

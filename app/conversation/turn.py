@@ -33,7 +33,7 @@ from app.conversation.events import (
     ResponseUsage,
     Sink,
 )
-from app.conversation.history import History, SpokenRecord, without_oldest
+from app.conversation.history import History, SpokenRecord, shortened
 from app.conversation.ids import new_id
 from app.conversation.pacing import PlayoutClock
 from app.conversation.services import Services
@@ -64,7 +64,7 @@ _AUDIBLE = 0.003
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """A piece of the answer. ``samples``: float32 [n] at the voice's rate; none in written text."""
+    """A piece of the answer. ``samples``: float32 [n] at the output's rate; none when written."""
 
     text: str
     samples: Samples
@@ -215,9 +215,10 @@ class Turn:
                         yield event
                 return
             except PromptTooLongError as error:
-                shorter = without_oldest(messages)
+                shorter = shortened(messages)
                 if shorter is None:
                     raise GenerationError(str(error), code=error.code) from error
+                self._history.forget_oldest(len(messages) - len(shorter))
                 messages = shorter
             except LlmError as error:
                 raise GenerationError(str(error), code=error.code) from error
@@ -232,46 +233,45 @@ class Turn:
         self, texts: asyncio.Queue[str | None], clauses: asyncio.Queue[Clause | None]
     ) -> None:
         loop = asyncio.get_running_loop()
+        rate = self.config.output_format.rate
+        resampler = StreamResampler(self._services.synthesizer.sample_rate, rate)
         samples = np.zeros(0, np.float32)
         while (text := await texts.get()) is not None:
             if self._speaks:
-                job = partial(self._synthesize, text)
+                job = partial(self._synthesize, text, resampler)
                 samples = await loop.run_in_executor(self._services.workers, job)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
             await clauses.put(Clause(text, samples))
+        if self._speaks:
+            await clauses.put(Clause("", resampler.flush()))
         await clauses.put(None)
 
-    def _synthesize(self, text: str) -> Samples:
-        """Runs in a worker thread."""
+    def _synthesize(self, text: str, resampler: StreamResampler) -> Samples:
+        """Runs in a worker thread, one clause of this answer at a time."""
         try:
-            return self._services.synthesizer.synthesize(text, speed=self.config.speed)
+            samples = self._services.synthesizer.synthesize(text, speed=self.config.speed)
         except AudioError as error:
             raise SynthesisError(f"speech synthesis failed: {error}") from error
+        return resampler.process(samples)
 
     async def _present(self, clauses: asyncio.Queue[Clause | None]) -> None:
         """Show and play, once it is certain that the answer is wanted."""
         clause = await clauses.get()
         await self._released.wait()
         item = await self._open_item()
-        rate = self.config.output_format.rate
-        resampler = StreamResampler(self._services.synthesizer.sample_rate, rate)
         while clause is not None:
-            samples = resampler.process(clause.samples)
-            self._spoken.timeline.append(clause.text, len(samples))
+            self._spoken.timeline.append(clause.text, len(clause.samples))
             await self._write(item, clause.text)
-            await self._send(item, samples)
+            await self._send(item, clause.samples)
             clause = await clauses.get()
-        tail = resampler.flush()
-        self._spoken.timeline.append("", len(tail))
-        await self._send(item, tail)
 
     # --- to the client ---
 
     async def _open_item(self) -> Item:
         part = Part("output_audio" if self._speaks else "output_text", "")
         item = Item(new_id("item"), "assistant", [part], "in_progress")
-        previous = self._history.add(item)
+        previous = self._history.append_own(item)
         if self._speaks:
             self._history.attach_audio(item.id, self._spoken)
         self._item = item
@@ -280,6 +280,8 @@ class Turn:
         return item
 
     async def _write(self, item: Item, text: str) -> None:
+        if not text:
+            return
         part = item.content[0]
         part.text = (part.text or "") + text
         await self._sink(OutputText(self.response.id, item.id, text))
@@ -291,6 +293,8 @@ class Turn:
             chunk = samples[start : start + fmt.rate // 10]
             if wait_s := self._playout.wait_s(self._clock.now_ns()):
                 await self._clock.sleep(wait_s)
+            if self._stop_reason is not None:
+                return  # woken in the very moment of `stop`, before the cancellation arrived
             await self._sink(OutputAudio(self.response.id, item.id, encode(chunk, fmt)))
             sounds_ns = self._playout.sent(len(chunk), self._clock.now_ns())
             self._spoken.sent_samples += len(chunk)
@@ -364,7 +368,8 @@ class Turn:
     def _complete_trace(self) -> None:
         self.trace.reply = (self._item.content[0].text or "") if self._item is not None else ""
         start_ns = min(self.trace.instants.values(), default=0)
-        self.trace.facts["loop_lag_p99_ms"] = self._services.loop_lag.percentile_ms(99, start_ns)
+        for percent, name in ((99, "loop_lag_p99_ms"), (100, "loop_lag_max_ms")):
+            self.trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
         self.trace.facts["playout_gap_ms"] = self._playout.gap_ns / 1e6
         self.trace.facts["reply_audio_s"] = self._spoken.sent_samples / self._spoken.rate
         self.trace.outcome = {

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-_PERIOD_S = 0.01
+_PERIOD_NS = 10_000_000
 _KEPT = 6_000  # a minute
 
 
@@ -24,13 +24,21 @@ class LoopLag:
         """Measure until cancelled."""
         while True:
             asked_ns = time.monotonic_ns()
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_PERIOD_NS / 1e9)
             now_ns = time.monotonic_ns()
-            self._samples.append((now_ns, max(0, now_ns - asked_ns - int(_PERIOD_S * 1e9))))
+            self._samples.append((now_ns, max(0, now_ns - asked_ns - _PERIOD_NS)))
 
     def percentile_ms(self, percent: float, since_ns: int = 0) -> float | None:
-        """The lag that ``percent`` of the samples since ``since_ns`` do not exceed; None: none."""
+        """The lag not exceeded in ``percent`` of the time since ``since_ns``; None: unknown.
+
+        A long block is one sample only, but whoever comes while it lasts waits; so each sample
+        counts for as long as it took.
+        """
         lags = sorted(lag for at, lag in self._samples if at >= since_ns)
-        if not lags:
-            return None
-        return lags[min(len(lags) - 1, int(len(lags) * percent / 100))] / 1e6
+        whole_ns = sum(lag + _PERIOD_NS for lag in lags)
+        passed_ns = 0
+        for lag in lags:
+            passed_ns += lag + _PERIOD_NS
+            if passed_ns >= whole_ns * percent / 100:
+                return lag / 1e6
+        return None

@@ -97,7 +97,7 @@ class TurnTrace:
         heard = "first_audio_sent" in instants_us and "speech_end" in instants_us
         parts = attribute_ns(instants_us) if heard else {}
         origin = instants_us.get("speech_end", min(instants_us.values(), default=0))
-        whole = sum(parts.values()) if heard else None
+        whole = instants_us["first_audio_sent"] - instants_us["speech_end"] if heard else None
         since_end = None
         if heard:
             end_us = instants_us.get("endpoint", origin)

@@ -47,8 +47,8 @@ WeightFormat = Literal["float32", "float16", "bfloat16", "int4", "int8"]
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 _UNLIMITED_ROWS = 1 << 62
-# Up to this many rows the 4-bit form is the faster of the two that "int4" keeps.
-_INT4_MAX_ROWS = 4
+# Up to this many rows the small form is the faster of the two that "int4" and "int8" keep.
+_FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def choose_formats(requested: str) -> FormatChoice:
     """
     if requested == "auto":
         if "AVX512" in torch.backends.cpu.get_cpu_capability():
-            return FormatChoice("int4", "int8")
+            return FormatChoice("int4", "int4")
         best: WeightFormat = "float16" if has_float16_gemm() else "float32"
         return FormatChoice(best, best)
     for name in WeightFormat.__args__:  # type: ignore[attr-defined]
@@ -103,14 +103,14 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
         return ((_UNLIMITED_ROWS, BFloat16Matmul(values)),)
     many_rows = _many_rows_matmul(values)
     if weight_format == "int8" and num_in % 16 == 0:
-        return ((_INT4_MAX_ROWS, Int8Matmul(*quantize_int8(values))), (_UNLIMITED_ROWS, many_rows))
+        return ((_FEW_ROWS, Int8Matmul(*quantize_int8(values))), (_UNLIMITED_ROWS, many_rows))
     # Quantising to 4 bits here would lose more than the file's maker agreed to: only weights that
     # are stored so run so.
     is_int4 = isinstance(weight, BlockTensor) and weight.kind != "Q8_0" and num_out % 16 == 0
     if weight_format == "int4" and is_int4:
         assert isinstance(weight, BlockTensor)
         few_rows = Int4Matmul(*weight.int4(), BLOCK_LEN)
-        return ((_INT4_MAX_ROWS, few_rows), (_UNLIMITED_ROWS, many_rows))
+        return ((_FEW_ROWS, few_rows), (_UNLIMITED_ROWS, many_rows))
     return ((_UNLIMITED_ROWS, many_rows),)
 
 
