@@ -120,7 +120,9 @@ async def test_a_rebound_name_is_turned_away_everywhere(start: Start) -> None:
             assert refused.json()["error"]["code"] == "host_not_allowed"
             assert "turn_1" not in refused.text
         with pytest.raises(InvalidStatus) as denied:
-            async with connect(socket_url(url), additional_headers={"Host": "evil.example"}):
+            port = int(url.rsplit(":", 1)[1])
+            rebound = f"ws://evil.example:{port}/v1/realtime"
+            async with connect(rebound, host="127.0.0.1", port=port):
                 pass
         assert denied.value.response.status_code == 421
 
