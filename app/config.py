@@ -31,6 +31,10 @@ def _split(value: object) -> object:
     return [name.strip() for name in value.split(",") if name.strip()]
 
 
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 # NoDecode: pydantic-settings would insist on JSON.
 Names = Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_split)]
@@ -55,7 +59,9 @@ class Settings(BaseSettings):
         description="names under which clients reach this server, besides localhost, addresses "
         "and PARLEY_HOST; '*' allows any",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
+        "info"
+    )
     log_transcripts: bool = Field(default=False, description="write what callers say to the log")
 
     llm_model: str = "package:smollm2-135m-instruct"

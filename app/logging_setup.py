@@ -57,6 +57,11 @@ class _Formatter(logging.Formatter):
         return line
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """uvicorn calls a handshake that we denied an error of the application; we log the denial."""
+    return "returned without completing handshake" not in record.getMessage()
+
+
 def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
     """Send all logs to ``stream`` (standard error), replacing earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -67,6 +72,7 @@ def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
     root.addHandler(handler)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     root.setLevel(level)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     # These write a line for every request, or for every frame.
     for noisy in ("uvicorn.access", "uvicorn.error", "websockets", "httpx", "httpcore", "asyncio"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))

@@ -173,12 +173,15 @@ def _loading_error(errors: ExceptionGroup) -> Exception:
 
 
 @asynccontextmanager
-async def listening(app: FastAPI, settings: Settings) -> AsyncIterator[str]:
+async def listening(
+    app: FastAPI, settings: Settings, listener: socket.socket | None = None
+) -> AsyncIterator[str]:
     """Serve ``app`` during the block; gives the URL. The end is graceful: sessions get 1001.
 
+    ``listener``: a bound socket, closed at the end; without it the settings' address is bound.
     Raises ConfigError when the address cannot be had.
     """
-    listener = _bind(settings)
+    listener = listener or bind(settings)
     config = uvicorn.Config(
         app,
         lifespan="on",
@@ -228,7 +231,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(settings: Settings) -> socket.socket:
+def bind(settings: Settings) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -299,9 +302,11 @@ async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
 
 
 async def _run(settings: Settings, progress: ProgressSink | None) -> None:
-    async with (
-        build_services(settings, progress) as services,
-        listening(create_app(settings, services), settings) as url,
-    ):
-        print(f"Parley is listening on {url}", flush=True)
-        await asyncio.Event().wait()  # cancelled by `_serve`
+    # The port first: nobody shall wait for models to hear that it is taken.
+    with contextlib.closing(bind(settings)) as listener:
+        async with (
+            build_services(settings, progress) as services,
+            listening(create_app(settings, services), settings, listener) as url,
+        ):
+            print(f"Parley is listening on {url}", flush=True)
+            await asyncio.Event().wait()  # cancelled by `_serve`

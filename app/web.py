@@ -171,7 +171,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
         try:
             gatekeeper.check(websocket.headers, offered)
         except ClientError as error:
-            await websocket.send_denial_response(_error_response(error))
+            await _deny(websocket, error)
             return
         chosen = REALTIME_SUBPROTOCOL if REALTIME_SUBPROTOCOL in offered else None
         await websocket.accept(subprotocol=chosen)
@@ -202,6 +202,13 @@ async def _refuse(channel: WebSocketChannel, error: Wire, close_code: int) -> No
     logger.info("connection refused", extra={"code": error["error"]["code"]})
     await channel.send(msgspec.json.encode(error).decode())
     await channel.close(close_code, error["error"]["message"])
+
+
+async def _deny(websocket: WebSocket, error: ParleyError, status: int | None = None) -> None:
+    """Refuse the handshake, and say so in our log: the peer may never look at the answer."""
+    peer = websocket.client.host if websocket.client else "?"
+    logger.warning("connection denied", extra={"code": error.code, "peer": peer})
+    await websocket.send_denial_response(_error_response(error, status))
 
 
 def _error_response(error: ParleyError, status: int | None = None) -> JSONResponse:
@@ -248,8 +255,7 @@ class _Pages(StaticFiles):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             missing = ClientError("There is no WebSocket at this path.", code="not_found")
-            websocket = WebSocket(scope, receive, send)
-            await websocket.send_denial_response(_error_response(missing, 404))
+            await _deny(WebSocket(scope, receive, send), missing, 404)
             return
         await super().__call__(scope, receive, send)
 
@@ -271,11 +277,10 @@ class _HostGuard:
             try:
                 self._gatekeeper.check_host(Headers(scope=scope))
             except HostError as error:
-                response = _error_response(error)
                 if scope["type"] == "websocket":
-                    await WebSocket(scope, receive, send).send_denial_response(response)
+                    await _deny(WebSocket(scope, receive, send), error)
                 else:
-                    await response(scope, receive, send)
+                    await _error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

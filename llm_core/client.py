@@ -7,6 +7,7 @@ when it dies its requests fail, and the next use starts another one.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import os
@@ -293,6 +294,8 @@ class _EngineProcess:
         """Ends the process and waits for it; by force if it does not listen."""
         self._is_closing = True
         self._writer.close()
+        if self._info is None and self._process.returncode is None:
+            self._process.kill()  # still loading: it would look at the socket only afterwards
         try:
             async with asyncio.timeout(_EXIT_TIMEOUT_S):
                 await self._process.wait()
@@ -316,7 +319,10 @@ class _EngineProcess:
         match events:
             case [ipc.Ready(info)]:
                 self._info = info
-                self._reading = asyncio.create_task(self._read(), name="llm-engine-events")
+                # Serves all callers: it must not carry the log context of the one that started it.
+                self._reading = asyncio.create_task(
+                    self._read(), name="llm-engine-events", context=contextvars.Context()
+                )
             case [ipc.StartFailed(code, message)]:
                 raise from_code(code, message)
             case _:

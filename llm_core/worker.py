@@ -201,8 +201,10 @@ def main() -> int:
         level=arguments.log_level,
         format="%(asctime)s %(levelname)s engine[%(process)d] %(name)s: %(message)s",
     )
-    # Ctrl-C in a terminal reaches the whole group; the parent decides, and closes the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal and a service manager's stop reach the whole group; the parent decides,
+    # and closes the socket.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=arguments.fd) as connection:
         return serve(connection)
 

@@ -332,3 +332,11 @@ def test_readme_tree_agrees_with_the_disk() -> None:
     modules_on_disk = (f for f in ours if not f.endswith("__init__.py"))
     unnamed = (f for f in modules_on_disk if not any(fnmatchcase(f, n) for n in named))
     expect_none(unnamed, "on disk and not named in the README's tree")
+
+
+def test_documents_have_no_placeholders() -> None:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    expect_none(
+        (str(d.relative_to(ROOT)) for d in documents if "@@" in d.read_text(encoding="utf-8")),
+        "with a placeholder (@@)",
+    )
