@@ -53,14 +53,18 @@ class EngineClient:
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._process: _EngineProcess | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[_EngineProcess] | None = None
         self._is_closed = False
 
     @classmethod
     async def start(cls, config: EngineConfig, *, start_timeout_s: float = 120.0) -> EngineClient:
         """Starts the process and loads the model. Raises ModelLoadError."""
         client = cls(config, start_timeout_s=start_timeout_s)
-        await client._running_process()
+        try:
+            await client._running_process()
+        except BaseException:
+            await client.close()
+            raise
         return client
 
     @property
@@ -121,22 +125,35 @@ class EngineClient:
     async def close(self) -> None:
         """Ends the process; running requests fail with EngineDiedError. May be called twice."""
         self._is_closed = True
-        async with self._starting:
-            if self._process is not None:
-                await self._process.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._process is not None:
+            await self._process.close()
 
     async def _running_process(self) -> _EngineProcess:
-        if self._process is not None and self._process.is_alive and not self._is_closed:
+        if self._is_closed:
+            raise EngineDiedError("the engine client is closed")
+        if self._process is not None and self._process.is_alive:
             return self._process
-        async with self._starting:
-            if self._is_closed:
-                raise EngineDiedError("the engine client is closed")
-            if self._process is None or not self._process.is_alive:
-                if self._process is not None:
-                    logger.warning("restarting the engine process")
-                    await self._process.close()
-                self._process = await _EngineProcess.start(self._config, self._start_timeout_s)
-            return self._process
+        # A task of its own: all who need the engine wait for one start, and a caller who does not
+        # want to wait any longer neither stops it for the others nor waits for its end.
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start_process(), name="llm-engine-start")
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._starting.cancelled():  # by `close`
+                raise EngineDiedError("the engine client was closed") from None
+            raise
+
+    async def _start_process(self) -> _EngineProcess:
+        if self._process is not None:
+            logger.warning("restarting the engine process")
+            await self._process.close()
+        self._process = await _EngineProcess.start(self._config, self._start_timeout_s)
+        return self._process
 
 
 class _Stream:

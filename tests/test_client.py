@@ -239,6 +239,36 @@ async def test_many_uses_after_a_death_start_one_process(client: EngineClient) -
     await assert_nothing_left(client)
 
 
+async def test_who_gives_up_waiting_for_a_restart_neither_waits_nor_stops_it(
+    client: EngineClient,
+) -> None:
+    os.kill(pid_of(client), signal.SIGKILL)
+    with pytest.raises(EngineDiedError):
+        await client.stats()
+    first, second = (asyncio.create_task(read(client, max_tokens=2)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert not client.is_alive, "the first one has not waited for the start"
+    text, _ = await second
+    assert client.is_alive
+    await assert_nothing_left(client)
+
+
+async def test_closing_during_a_restart_ends_it(model_path: Path) -> None:
+    children = child_pids()
+    client = await EngineClient.start(config(model_path))
+    os.kill(pid_of(client), signal.SIGKILL)
+    with pytest.raises(EngineDiedError):
+        await client.stats()
+    waiting = asyncio.create_task(read(client))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(EngineDiedError, match="closed"):
+        await waiting
+    assert child_pids() == children
+
+
 async def test_a_broken_model_is_a_load_error_with_the_workers_message(tmp_path: Path) -> None:
     children = child_pids()
     with pytest.raises(ModelLoadError, match="missing.gguf"):

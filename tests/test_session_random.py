@@ -208,6 +208,12 @@ class Judge:
         length_ns = len(audio) // self.format.sample_len * 1_000_000_000 // self.format.rate
         self._ends_ns = max(now, self._ends_ns) + length_ns
 
+    def sent_s(self) -> float:
+        """Audio of the response."""
+        if self._started_ns is None:
+            return 0.0
+        return (self._ends_ns - self._started_ns - self._gaps_ns) / 1e9
+
     def heard_s(self) -> float:
         """Audio that a player has played by now, gaps not counted."""
         if self._started_ns is None:
@@ -219,8 +225,11 @@ class Judge:
         assert any(starts_with_words(reply, text) for reply in REPLIES), text
         if status == "completed":
             assert text in REPLIES
-        elif status in ("cancelled", "failed") and not self._is_deleted:
+        elif status == "cancelled" and not self._is_deleted:
             check_heard(text, self.heard_s())
+        elif status == "failed" and not self._is_deleted:
+            # What was sent before it failed still plays, unless somebody speaks.
+            assert len(text.strip()) <= self.sent_s() / LETTER_S + 8
 
 
 def starts_with_words(reply: str, text: str) -> bool:

@@ -231,6 +231,7 @@ class Dialog:
                 self._asked = event
                 return self._respond()
             case CancelRequested() if self.has_response:
+                self._owes_reply = False
                 return self._stop("client_cancelled")
             case AudioStarted() if self.bot is Bot.THINKING:
                 self.bot = Bot.SPEAKING

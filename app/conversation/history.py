@@ -26,6 +26,8 @@ class SpokenRecord:
     rate: int
     timeline: PlayoutTimeline = field(default_factory=PlayoutTimeline)
     sent_samples: int = 0
+    kept_samples: int | None = None
+    """Where history was cut; None: not cut. Only the client may move it on."""
 
     @property
     def sent_ms(self) -> int:
@@ -114,7 +116,8 @@ class History:
         """Keep of a spoken item only what the caller heard of it; a deleted item is ignored."""
         for entry in self._entries:
             if entry.item.id == item_id and entry.spoken is not None:
-                _set_heard(entry, heard_samples)
+                kept = entry.spoken.kept_samples
+                _set_heard(entry, heard_samples if kept is None else min(heard_samples, kept))
 
     def truncate(self, item_id: str, content_index: int, audio_end_ms: int) -> None:
         """The client says how much was heard; it knows better than we do.
@@ -195,7 +198,7 @@ def shortened(messages: list[ChatMessage]) -> list[ChatMessage] | None:
 def _set_heard(entry: _Entry, heard_samples: int) -> None:
     assert entry.spoken is not None
     part = entry.item.content[0]
-    heard = min(heard_samples, entry.spoken.sent_samples)
+    heard = entry.spoken.kept_samples = min(heard_samples, entry.spoken.sent_samples)
     part.text = entry.spoken.timeline.heard_text(heard)
     part.audio_ms = heard * 1000 / entry.spoken.rate
     entry.item.status = "incomplete"

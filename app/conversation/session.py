@@ -142,22 +142,25 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._turn is not None:  # its task may have been cancelled before its first step
+            await self._turn.discard()
         await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""
         old, self.config = self.config, config
         if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
-            self._listener.configure(config)
-            await self._forget_speech()
+            async with self._floor:
+                self._listener.configure(config)
+                await self._forget_speech()
         self._follow(config)
 
     # --- the caller's audio ---
 
     async def append_audio(self, payload: bytes, received_ns: int) -> None:
         """Take audio in the session's input format. Raises ClientError."""
-        self._last_audio_ns = received_ns
         for samples in self._listener.decode(payload):
+            self._last_audio_ns = self._clock.now_ns()
             for event in self._listener.feed(samples, received_ns):
                 await self._feed(event)
             speaking = self._dialog.caller is not Caller.SILENT
@@ -179,8 +182,9 @@ class Session:
 
     async def clear_audio(self) -> None:
         """Throw the buffered audio away."""
-        self._listener.forget()
-        await self._forget_speech()
+        async with self._floor:
+            self._listener.forget()
+            await self._forget_speech()
         await self._sink(InputCleared())
 
     # --- items ---
@@ -325,7 +329,11 @@ class Session:
         part = item.content[0]
         try:
             settled = await settling
-        except RecognitionError as error:
+        except Exception as caught:
+            error = caught
+            if not isinstance(error, RecognitionError):
+                log.error("speech recognition failed", exc_info=error)
+                error = RecognitionError("internal error; the server's log has the details")
             part.text = ""
             trace.mark("asr_final", self._clock.now_ns())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))

@@ -129,25 +129,33 @@ class Turn:
 
         The session sends ``ResponseDone``, when it is ready for the next response.
         """
-        if self._work is None:
-            self.start()
-        await self._sink(ResponseStarted(self.response))
-        self._released.set()
-        await self._work_until_end()
-        await self._tell_end()
+        try:
+            if self._work is None and self._stop_reason is None:
+                self.start()
+            await self._sink(ResponseStarted(self.response))
+            self._released.set()
+            await self._work_until_end()
+            await self._tell_end()
+        finally:
+            if not self.has_ended:  # the sink failed, or the task was cancelled in it
+                await self.discard()
 
     async def _work_until_end(self) -> None:
-        assert self._work is not None
         try:
-            await asyncio.shield(self._work)
+            if self._work is not None:
+                await asyncio.shield(self._work)
         except asyncio.CancelledError:
+            assert self._work is not None
             if not self._work.cancelled():  # not `stop`: the session is closing
                 self._work.cancel()
                 await asyncio.wait([self._work])
                 raise
-            self._end("cancelled", self._stop_reason)
         except ExceptionGroup as errors:
             self._end_failed(errors)
+            return
+        # Also when the stages were done in the very moment of `stop`, or had not begun.
+        if self._stop_reason is not None:
+            self._end("cancelled", self._stop_reason)
 
     def stop(self, reason: str) -> None:
         """Silence now: no sample leaves after this call. ``run`` then returns soon."""
@@ -218,7 +226,6 @@ class Turn:
                 shorter = shortened(messages)
                 if shorter is None:
                     raise GenerationError(str(error), code=error.code) from error
-                self._history.forget_oldest(len(messages) - len(shorter))
                 messages = shorter
             except LlmError as error:
                 raise GenerationError(str(error), code=error.code) from error
@@ -271,6 +278,7 @@ class Turn:
     async def _open_item(self) -> Item:
         part = Part("output_audio" if self._speaks else "output_text", "")
         item = Item(new_id("item"), "assistant", [part], "in_progress")
+        self._history.forget_oldest(self.trace.facts.get("dropped_messages", 0))
         previous = self._history.append_own(item)
         if self._speaks:
             self._history.attach_audio(item.id, self._spoken)
@@ -283,7 +291,10 @@ class Turn:
         if not text:
             return
         part = item.content[0]
-        part.text = (part.text or "") + text
+        if self._spoken.kept_samples is None:  # else the client has cut it already
+            part.text = (part.text or "") + text
+        if not self._speaks:
+            self.on_audio_started()
         await self._sink(OutputText(self.response.id, item.id, text))
 
     async def _send(self, item: Item, samples: Samples) -> None:
@@ -298,7 +309,8 @@ class Turn:
             await self._sink(OutputAudio(self.response.id, item.id, encode(chunk, fmt)))
             sounds_ns = self._playout.sent(len(chunk), self._clock.now_ns())
             self._spoken.sent_samples += len(chunk)
-            item.content[0].audio_ms = self._spoken.sent_ms
+            if self._spoken.kept_samples is None:
+                item.content[0].audio_ms = self._spoken.sent_ms
             self._note_audible(chunk, sounds_ns)
 
     # --- notes ---
@@ -339,7 +351,10 @@ class Turn:
         self.response.reason = reason
         if self._item is not None:
             self._item.status = "incomplete"
-            self._history.cut(self._item.id, self._playout.played_samples(self._clock.now_ns()))
+            heard = self._playout.played_samples(self._clock.now_ns())
+            # A failed answer is not taken back: the client plays what it has.
+            kept = heard if status == "cancelled" else self._spoken.sent_samples
+            self._history.cut(self._item.id, kept)
 
     def _end_failed(self, errors: ExceptionGroup[Exception]) -> None:
         known = errors.subgroup(ServiceError)
@@ -359,7 +374,8 @@ class Turn:
             cut_short = response.reason == "max_output_tokens"
             response.status = "incomplete" if cut_short else "completed"
             if self._item is not None:
-                self._item.status = "incomplete" if cut_short else "completed"
+                is_cut = self._spoken.kept_samples is not None
+                self._item.status = "incomplete" if cut_short or is_cut else "completed"
         if self._item is not None:
             previous = self._history.previous_id(self._item.id)
             await self._sink(OutputDone(response.id, self._item, previous))

@@ -142,10 +142,11 @@ class WebSocketChannel:
 
     def _fail(self, closed: ChannelClosed) -> None:
         """Nothing more is sent or received; wakes a waiting ``receive``."""
-        if self._closed is None:
-            self._closed = closed
         self._queue.clear()
         self._queued_bytes = 0
+        if self._closed is not None:
+            return
+        self._closed = closed
         if self._receiving is not None:
             self._receiving.reschedule(asyncio.get_running_loop().time())
 
