@@ -16,13 +16,17 @@ from rich.console import Console
 from rich.text import Text
 
 from app import __version__
-from app.cli_models import configured_models, fetch_models, models_app
+from app.cli_models import HomeOption, configured_models, fetch_models, models_app
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+MAX_SEED = 2**64 - 1
+MAX_THREADS = 256
+# "You are Parley" makes a small model speak French: the name must not come first.
+DEFAULT_SYSTEM = "You are a helpful AI assistant named Parley."
 
 cli = typer.Typer(
     name="parley",
@@ -35,12 +39,21 @@ cli = typer.Typer(
 )
 cli.add_typer(models_app, name="models")
 
-HomeOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Where models and data live. [dim]PARLEY_HOME, else ~/.parley[/]", file_okay=False
-    ),
-]
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"parley {__version__}")
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    """A voice assistant that runs on your own machine."""
 
 
 @cli.command()
@@ -156,7 +169,13 @@ def chat(
         str | None,
         typer.Argument(help="Answer this and exit. Without it: a conversation, or standard input."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="Instructions to the model.")] = None,
+    system: Annotated[
+        str,
+        typer.Option(
+            help=f'Instructions to the model; "" for none. [dim]default: {DEFAULT_SYSTEM}[/]',
+            show_default=False,
+        ),
+    ] = DEFAULT_SYSTEM,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -167,22 +186,32 @@ def chat(
         int | None,
         typer.Option(help="Longest answer. [dim]PARLEY_MAX_REPLY_TOKENS[/]", min=1, max=100_000),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes an answer repeatable.", min=0)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Makes an answer repeatable: 64 bits.", min=0, max=MAX_SEED),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Another model by name or path. [dim]PARLEY_LLM_MODEL[/]")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Threads to compute with. [dim]PARLEY_LLM_THREADS[/]", min=1)
+        int | None,
+        typer.Option(
+            help="Threads to compute with. [dim]PARLEY_LLM_THREADS[/]", min=1, max=MAX_THREADS
+        ),
     ] = None,
     home: HomeOption = None,
 ) -> None:
     """Talk to the language model by typing. Ctrl-C stops an answer; /exit or Ctrl-D leaves."""
-    from app.cli_chat import ChatOptions, run_chat
-
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip()
+        prompt = _read_stdin().strip()
     if prompt is not None and not prompt.strip():
         raise typer.BadParameter("there is nothing to answer: the prompt is empty")
+    for name, text in (("the prompt", prompt), ("--system", system)):
+        if text is not None and not _is_unicode(text):
+            raise typer.BadParameter(f"{name} is not text in UTF-8")
+    # After the checks, so that a mistake is told at once.
+    from app.cli_chat import ChatOptions, run_chat
+
     run_chat(
         ChatOptions(
             prompt=prompt,
@@ -195,6 +224,23 @@ def chat(
             home=home,
         )
     )
+
+
+def _read_stdin() -> str:
+    try:
+        # UTF-8 whatever the locale is: what is piped in comes from a file more often than not.
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter("standard input is not text in UTF-8") from error
+
+
+def _is_unicode(text: str) -> bool:
+    """False for an argument with bytes that Python could not decode and smuggled in."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @cli.command()

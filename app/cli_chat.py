@@ -21,6 +21,7 @@ from llm_core import (
     ChatMessage,
     EngineClient,
     EngineConfig,
+    FinishReason,
     FirstToken,
     GenerationDone,
     LlmError,
@@ -30,8 +31,6 @@ from llm_core import (
     Usage,
 )
 
-# "You are Parley" makes a small model speak French: the name must not come first.
-DEFAULT_SYSTEM = "You are a helpful AI assistant named Parley."
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 # Readline must know which characters of a prompt take no room.
 PROMPT = "\001\033[1;36m\002you \001\033[0m\002"
@@ -39,10 +38,13 @@ PROMPT = "\001\033[1;36m\002you \001\033[0m\002"
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the command line asked for; None: as set. ``prompt`` None: a conversation."""
+    """What the command line asked for; None: as set. ``prompt`` None: a conversation.
 
+    ``system`` "": no instructions.
+    """
+
+    system: str
     prompt: str | None = None
-    system: str | None = None
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
@@ -60,6 +62,14 @@ class AnswerTiming:
     first_token_ns: int = 0
     finished_ns: int = 0
     usage: Usage | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def cut_mark(self) -> str:
+        """What to show after an answer that reached its limit; "" after one that is whole."""
+        if self.usage is None or self.finish_reason != "length":
+            return ""
+        return f"… (cut at {self.usage.completion_tokens:,} tokens)"
 
     def line(self) -> str:
         """For people."""
@@ -108,6 +118,7 @@ class Chat:
                     case GenerationDone():
                         timing.finished_ns = event.finished_ns
                         timing.usage = event.usage
+                        timing.finish_reason = event.finish_reason
         finally:
             if said:
                 self.messages += [asked, ChatMessage(role="assistant", content=said)]
@@ -132,17 +143,13 @@ def run_chat(options: ChatOptions) -> None:
         except LlmError as error:
             raise GenerationError(str(error), code=error.code) from error
         try:
-            chat = Chat(engine, _params(options, settings), _system(options))
+            chat = Chat(engine, _params(options, settings), options.system)
             if options.prompt is not None:
                 runner.run(_answer_once(chat, options.prompt, notes))
             else:
                 _converse(chat, runner, notes)
         finally:
             runner.run(engine.close())
-
-
-def _system(options: ChatOptions) -> str:
-    return DEFAULT_SYSTEM if options.system is None else options.system
 
 
 def _params(options: ChatOptions, settings: Settings) -> SamplingParams:
@@ -165,6 +172,9 @@ async def _answer_once(chat: Chat, prompt: str, notes: Console) -> None:
         raise GenerationError(str(error), code=error.code) from error
     finally:
         sys.stdout.write("\n")
+        sys.stdout.flush()
+    if timing.cut_mark:
+        notes.print(Text(timing.cut_mark, style="dim"))
     notes.print(Text(timing.line(), style="dim"))
 
 
@@ -178,11 +188,15 @@ def _converse(chat: Chat, runner: asyncio.Runner, notes: Console) -> None:
     while True:
         try:
             line = input(PROMPT).strip()
+            line.encode()  # finds bytes that Python could not decode and smuggled in
         except EOFError:
             notes.print()
             return
         except KeyboardInterrupt:
             notes.print(Text(f"\n{HELP}", style="dim"))
+            continue
+        except UnicodeError:
+            notes.print(Text("This is not text in UTF-8.", style="red"))
             continue
         if line in ("/exit", "/quit"):
             return
@@ -214,7 +228,8 @@ async def _print_answer(chat: Chat, prompt: str, timing: AnswerTiming) -> None:
     wrapper = WordWrapper(console.width)
     async for text in chat.answer(prompt, timing):
         console.print(Text(wrapper.feed(text)), end="", soft_wrap=True)
-    console.print(Text(wrapper.flush()), soft_wrap=True)
+    mark = Text(timing.cut_mark, style="dim")
+    console.print(Text.assemble(wrapper.flush(), mark), soft_wrap=True)
 
 
 class WordWrapper:

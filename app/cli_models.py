@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,7 +32,14 @@ from app.config import Settings, load_settings
 from app.errors import ConfigError, ModelStoreError
 from app.model_store import FetchProgress, FetchStage, ModelEntry, ModelStatus, ModelStore
 
-models_app = typer.Typer(no_args_is_help=True, help="List, fetch and verify models.")
+models_app = typer.Typer(help="List, fetch and verify models. Without a command: list.")
+
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where models and data live. [dim]PARLEY_HOME, else ~/.parley[/]", file_okay=False
+    ),
+]
 
 _Names = Annotated[
     list[str] | None,
@@ -120,19 +128,30 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context, as_json: _Json = False, home: HomeOption = None) -> None:
+    """List, fetch and verify models. Without a command: list."""
+    command = context.invoked_subcommand
+    if command is None:
+        list_models(as_json, home)
+    elif as_json or home is not None:
+        # They would have no effect, and a download would go to the wrong place.
+        raise typer.BadParameter(f"give the options after '{command}'")
+
+
 @models_app.command("list")
-def list_models(as_json: _Json = False) -> None:
+def list_models(as_json: _Json = False, home: HomeOption = None) -> None:
     """Show every known model and those in the settings, with state, size and licence."""
-    settings, store = _open()
+    settings, store = _open(home)
     configured = configured_models(settings)
     names = dict.fromkeys((*(entry.name for entry in store.list()), *configured))
     _show(_inspect_all(store, list(names), full=False), configured, as_json)
 
 
 @models_app.command("fetch")
-def fetch(names: _Names = None, as_json: _Json = False) -> None:
+def fetch(names: _Names = None, as_json: _Json = False, home: HomeOption = None) -> None:
     """Download and verify models that are not there yet; replace damaged ones."""
-    settings, store = _open()
+    settings, store = _open(home)
     wanted = names or list(configured_models(settings))
     errors = Console(stderr=True)
     _inspect_all(store, wanted, full=False)  # a wrong name is found before a long download
@@ -145,9 +164,9 @@ def fetch(names: _Names = None, as_json: _Json = False) -> None:
 
 
 @models_app.command("verify")
-def verify(names: _Names = None, as_json: _Json = False) -> None:
+def verify(names: _Names = None, as_json: _Json = False, home: HomeOption = None) -> None:
     """Hash every file of the models again and compare."""
-    settings, store = _open()
+    settings, store = _open(home)
     configured = configured_models(settings)
     errors = Console(stderr=True)
     waiting: AbstractContextManager[object] = (
@@ -163,9 +182,9 @@ def verify(names: _Names = None, as_json: _Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _open() -> tuple[Settings, ModelStore]:
+def _open(home: Path | None) -> tuple[Settings, ModelStore]:
     try:
-        settings = load_settings()
+        settings = load_settings(home=home)
     except ConfigError as error:
         _say(Console(stderr=True), f"error: {error.message}")
         raise typer.Exit(2) from error

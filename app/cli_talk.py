@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -23,11 +25,13 @@ from app.model_store import ModelStore
 from app.recording import RATE, write_mono
 from app.server_process import OwnServer, own_server
 from app.talk_client import (
+    INVALID_KEY,
     CallerAudio,
     NoSpeechError,
     TalkClient,
     TalkError,
     TalkResult,
+    is_valid_key,
     load_caller_audio,
     open_talk,
 )
@@ -56,26 +60,64 @@ def run_talk(options: TalkOptions) -> bool:
 
     Raises ParleyError when nothing could be said at all.
     """
+    if options.api_key is not None and not is_valid_key(options.api_key):
+        raise ConfigError(f"--api-key or PARLEY_API_KEY: {INVALID_KEY}")
     _check_places(options)
     return asyncio.run(_talk(options))
 
 
 def _check_places(options: TalkOptions) -> None:
-    """Folders for several results exist or can be made. Raises ConfigError."""
+    """All results have a place that can be written, before anybody speaks. Raises ConfigError."""
     for name, place in (("--out", options.out), ("--record", options.record)):
         if place is None:
             continue
-        folder = place if len(options.files) > 1 else place.parent
-        if len(options.files) == 1 and place.is_dir():
-            raise ConfigError(f"{name} {place} is a folder: give a file name, like reply.wav")
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{name} {folder} must be a folder: there are several recordings")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{name}: cannot make the folder {folder}: {error.strerror}"
-            ) from error
+        if len(options.files) > 1:
+            _check_folder_name(name, place)
+            _make_folder(name, place)
+        else:
+            _check_file_name(name, place)
+            _make_folder(name, place.parent)
+            _check_old_file(name, place)
+    if options.out is None and not options.as_json:
+        _make_folder("--out is not given, and the reply goes here", Path())
+
+
+def _check_folder_name(name: str, place: Path) -> None:
+    if place.is_dir():
+        return
+    if place.exists() or place.suffix.lower() == ".wav":
+        raise ConfigError(f"{name} {place} must be a folder: there are several recordings")
+
+
+def _check_file_name(name: str, place: Path) -> None:
+    if place.is_dir():
+        raise ConfigError(f"{name} {place} is a folder: give a file name, like reply.wav")
+    if place.suffix.lower() != ".wav":
+        raise ConfigError(f"{name} {place} must end in .wav: that is what is written")
+
+
+def _make_folder(name: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot make the folder {folder}: {error.strerror}") from error
+    try:
+        # Tried rather than asked for: permissions do not tell of a read-only disk.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot write in {folder}: {error.strerror}") from error
+
+
+def _check_old_file(name: str, place: Path) -> None:
+    """A file that is there can be replaced; it is left as it is."""
+    try:
+        with place.open("r+b"):
+            pass
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot write {place}: {error.strerror}") from error
 
 
 async def _talk(options: TalkOptions) -> bool:
@@ -194,7 +236,7 @@ class Talk:
     def _report(self, result: TalkResult) -> None:
         written = self._write(result)
         if self._options.as_json:
-            self._show.print(json.dumps(result.to_dict()), soft_wrap=True, markup=False)
+            self._show.print(json.dumps(_rounded(result.to_dict())), soft_wrap=True, markup=False)
         else:
             self._show.print(_render(result, written))
 
@@ -249,6 +291,15 @@ class _OnTick:
         if any(turn.awaits_response or turn.is_running for turn in log.turns):
             return "Parley thinks"
         return "listening"
+
+
+def _rounded(value: Any) -> Any:
+    """The same JSON value with three decimals: what is beyond is noise."""
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def _render(result: TalkResult, written: list[tuple[str, Path]]) -> Group:

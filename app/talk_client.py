@@ -11,6 +11,7 @@ import asyncio
 import base64
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,8 +44,15 @@ CHUNK_SAMPLES = RATE * CHUNK_MS // 1000
 RESAMPLE_BLOCK_S = 10
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_EVENT_BYTES = 16 * 1024 * 1024
+# What OpenSSL says when the answer to its greeting is HTTP.
+NO_TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 NS_PER_S = 1_000_000_000
+# Without the key itself: it must not end up in a log or on a shared screen.
+INVALID_KEY = (
+    "the API key has invalid characters: no spaces, line breaks, control characters or letters "
+    "beyond ASCII can be in one"
+)
 
 
 class TalkError(ParleyError):
@@ -180,6 +188,11 @@ def realtime_url(address: str) -> str:
     if not path.endswith("/realtime"):
         path += "/realtime" if path.endswith("/v1") else "/v1/realtime"
     return urlunsplit((scheme, parts.netloc, path, parts.query, ""))
+
+
+def is_valid_key(api_key: str) -> bool:
+    """Whether an HTTP header can carry this key."""
+    return api_key.isascii() and api_key.isprintable() and " " not in api_key
 
 
 class TalkClient:
@@ -323,6 +336,8 @@ async def open_talk(
 ) -> AsyncIterator[TalkClient]:
     """A conversation with the server at ``address``. Raises ConnectError when there is none."""
     url = realtime_url(address)
+    if api_key is not None and not is_valid_key(api_key):
+        raise ConnectError(INVALID_KEY)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         connection = await connect(
@@ -358,10 +373,29 @@ def _connect_error(url: str, error: Exception, *, has_key: bool) -> ConnectError
         return ConnectError(f"no Realtime endpoint at {url} (HTTP {status})")
     if isinstance(error, TimeoutError):
         return ConnectError(f"no answer from {url} in {HANDSHAKE_TIMEOUT_S:g} s")
+    if isinstance(error, ssl.SSLError) or (
+        # Some servers hang up on a greeting that is not HTTP.
+        isinstance(error, ConnectionResetError) and url.startswith("wss:")
+    ):
+        return _tls_error(url, error)
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         return ConnectError(f"cannot reach {url}: {reason}")
     return ConnectError(f"{url} does not speak WebSocket: {error}")
+
+
+def _tls_error(url: str, error: ssl.SSLError | ConnectionResetError) -> ConnectError:
+    """An SSLError's errno is OpenSSL's, not the system's."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return ConnectError(f"the certificate of {url} is not trusted: {error.verify_message}")
+    plain = urlunsplit(("http", urlsplit(url).netloc, "", "", ""))
+    if isinstance(error, ConnectionResetError | ssl.SSLEOFError):
+        return ConnectError(
+            f"the server at {url} hung up: perhaps it does not speak TLS; if so, try {plain}"
+        )
+    if error.reason in NO_TLS_REASONS:
+        return ConnectError(f"the server at {url} does not speak TLS: try {plain}")
+    return ConnectError(f"no secure connection to {url}: {error.reason or error}")
 
 
 def _raise_unless_finished(

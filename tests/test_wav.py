@@ -81,6 +81,27 @@ def test_not_audio(tmp_path: Path, content: bytes) -> None:
         read_audio(tmp_path / "t.wav")
 
 
+@pytest.mark.parametrize("name", ["a.raw", "a.RAW", "a.pcm"])
+def test_raw_audio_says_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(TONE.tobytes())
+    with pytest.raises(AudioFormatError, match=r"is raw audio.*Convert it to WAV"):
+        read_audio(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "a.", ".wav", "a.vox", "a.gsm", "a.au", "a.txt", "a\udcff.b"]
+)
+def test_a_name_does_not_matter(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"hello, I am a text\n" * 20)
+    with pytest.raises(AudioFormatError, match="not readable audio"):
+        read_audio(path)
+    sf.write(tmp_path / "good.wav", TONE, 16_000)
+    path.write_bytes((tmp_path / "good.wav").read_bytes())
+    samples, rate = read_audio(path)
+    assert (samples.size, rate) == (TONE.size, 16_000)
+
+
 def test_header_without_samples(tmp_path: Path) -> None:
     sf.write(tmp_path / "z.wav", np.zeros(0, np.float32), 16_000)
     with pytest.raises(AudioFormatError, match="no samples"):

@@ -5,6 +5,14 @@
 import { fromBase64 } from "./pcm.js";
 import { wholeMs } from "./waterfall-view.js";
 
+/** Of a failure that the person can do nothing about; what broke is told in the details. */
+const ANSWER_LOST = "The answer was lost. Please ask again.";
+/** Failures, by code, for which there is better advice. */
+const ADVICE = new Map([
+  ["engine_busy", "Parley is busy. Please ask again in a moment."],
+  ["context_length_exceeded", "This conversation has become too long. Please begin a new one."],
+]);
+
 /** @typedef {import("./connection.js").RealtimeEvent} RealtimeEvent */
 /** @typedef {import("./transcript-view.js").Message} Message */
 
@@ -107,7 +115,7 @@ export class Conversation {
     void this.around.player()?.flush();
     for (const message of this.heard.values()) message.text ? message.finish() : message.remove();
     for (const answer of this.answers.values()) {
-      if (!answer.isOver) this.close(answer, "interrupted", "plain");
+      if (!answer.isOver) this.close(answer, "interrupted");
     }
     this.heard.clear();
     this.answers.clear();
@@ -152,8 +160,7 @@ export class Conversation {
   /** @param {RealtimeEvent} event */
   notTranscribed(event) {
     const message = this.message(event.item_id);
-    message.set("(not understood)");
-    message.tag(event.error?.message ?? "transcription failed", "bad");
+    message.problem("This was not understood. Please say it again.", event.error?.message);
     message.finish();
     this.heard.delete(event.item_id);
     this.unanswered.delete(event.item_id);
@@ -185,13 +192,16 @@ export class Conversation {
   answerEnds(response) {
     const answer = this.answers.get(response.id);
     if (answer) {
-      const details = response.status_details ?? {};
+      const error = response.status_details?.error ?? {};
+      const advice = ADVICE.get(error.code) ?? ANSWER_LOST;
       if (response.status === "failed") {
-        this.close(answer, details.error?.message ?? "the answer failed", "bad");
-      } else if (response.status === "incomplete") this.close(answer, "cut short", "plain");
-      else if (response.status === "cancelled") this.close(answer, "interrupted", "plain");
-      else this.close(answer, "", "plain");
-      if (!this.around.player()) this.around.onSilentAnswer(answer.message.text);
+        answer.message.problem(advice, error.message);
+        this.close(answer, "", true);
+      } else if (response.status === "incomplete") this.close(answer, "cut short");
+      else if (response.status === "cancelled") this.close(answer, "interrupted");
+      else this.close(answer, "");
+      const words = response.status === "failed" ? advice : answer.message.text;
+      if (!this.around.player()) this.around.onSilentAnswer(words);
     }
     this.sendTyped();
   }
@@ -214,15 +224,14 @@ export class Conversation {
   /**
    * @param {Answer} answer
    * @param {string} remark "" for none
-   * @param {"plain" | "bad"} kind
+   * @param {boolean} hasFailed then it is shown even without a word
    */
-  close(answer, remark, kind) {
+  close(answer, remark, hasFailed = false) {
     const isTagged = answer.isCut && answer.message.text !== "";
     answer.isOver = true;
     answer.message.finish();
-    if (kind === "bad") answer.message.set(answer.message.text || "No answer");
-    if (!answer.message.text) answer.message.remove();
-    else if (remark && !isTagged) answer.message.tag(remark, kind);
+    if (!answer.message.text && !hasFailed) answer.message.remove();
+    else if (remark && !isTagged) answer.message.tag(remark);
   }
 
   /** Falls silent, and tells the server how much was heard. */

@@ -98,10 +98,28 @@ export class Message {
    * A short remark beside the name.
    *
    * @param {string} text
-   * @param {"plain" | "bad"} kind
    */
-  tag(text, kind = "plain") {
-    this.changing(() => this.head.append(" ", element("span", `tag tag-${kind}`, text)));
+  tag(text) {
+    this.changing(() => this.head.append(" ", element("span", "tag", text)));
+  }
+
+  /**
+   * What went wrong, for a person; what the server calls it is folded away beneath.
+   *
+   * @param {string} text
+   * @param {string} details "" for none
+   */
+  problem(text, details = "") {
+    this.changing(() => {
+      const box = element("div", "problem");
+      box.append(element("p", "problem-text", text));
+      if (details) {
+        const fold = element("details", "problem-details");
+        fold.append(element("summary", "", "Details"), element("p", "", details));
+        box.append(fold);
+      }
+      this.element.append(box);
+    });
   }
 
   /** Nothing was said after all. */

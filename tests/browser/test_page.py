@@ -330,7 +330,14 @@ async def test_the_server_s_complaints_are_shown(open_page: OpenPage) -> None:
         await page.fill("#message", "Hello")
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("alert")).to_contain_text("The kitchen is on fire.")
-        await expect(page.locator(".message-parley")).to_contain_text("no voice today")
+        message = page.locator(".message-parley")
+        await expect(message.locator(".problem-text")).to_have_text(
+            "The answer was lost. Please ask again."
+        )
+        # What the server calls it is there for whoever looks for it.
+        await expect(message.get_by_text("no voice today")).to_be_hidden()
+        await message.get_by_text("Details").click()
+        await expect(message.get_by_text("no voice today")).to_be_visible()
         await page.get_by_role("button", name="Close this message").click()
         await expect(page.locator("#notice")).to_be_hidden()
         await expect(page.get_by_label("Message to Parley")).to_be_focused()

@@ -73,7 +73,7 @@ def check_turn(turn: dict[str, Any]) -> None:
     assert turn["reply_audio_s"] > 0.3
     assert list(turn["stages_ms"]) == STAGES
     assert all(ms >= 0 for ms in turn["stages_ms"].values())
-    assert sum(turn["stages_ms"].values()) == pytest.approx(turn["voice_to_voice_ms"], abs=1e-6)
+    assert sum(turn["stages_ms"].values()) == pytest.approx(turn["voice_to_voice_ms"], abs=0.01)
     # The trace is what a listener hears. Two views of where a word ends differ by some frames, and
     # a loaded machine adds the time between the server's sending and the client's hearing.
     assert turn["gap_in_recording_ms"] == pytest.approx(turn["voice_to_voice_ms"], abs=250)
