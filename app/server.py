@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from app.config import Settings
 from app.conversation.services import Services
+from app.conversation.warm_up import warm_up
 from app.errors import ConfigError, ModelStoreError
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
@@ -66,7 +67,6 @@ async def build_services(
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
-        logger.info("models loaded", extra={"took_s": round(time.monotonic() - started_s, 1)})
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
@@ -74,7 +74,7 @@ async def build_services(
             _supervise(engine.result(), settings), name="engine supervisor"
         )
         stack.callback(supervising.cancel)
-        yield Services(
+        services = Services(
             engine=engine.result(),
             recognizer=recognizer.result(),
             synthesizer=synthesizer.result(),
@@ -84,6 +84,9 @@ async def build_services(
             loop_lag=loop_lag,
             settings=settings,
         )
+        await warm_up(services)
+        logger.info("ready", extra={"took_s": round(time.monotonic() - started_s, 1)})
+        yield services
 
 
 class _Paths:

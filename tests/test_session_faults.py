@@ -18,11 +18,12 @@ from app.conversation.events import (
     TurnTraced,
 )
 from app.conversation.session_config import SessionConfig
-from app.errors import ClientError
+from app.conversation.warm_up import warm_up
+from app.errors import ClientError, ServiceError
 from audio.codecs import PCMU_8K
 from audio.errors import AudioError
 from llm_core import EngineDiedError
-from tests.fakes import ScriptedEngine, settle, silence, voice
+from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services, settle, silence, voice
 from tests.session_call import call
 
 LONG = "One two three four five six seven eight nine ten, eleven twelve thirteen fourteen fifteen."
@@ -71,6 +72,20 @@ async def test_a_failing_recogniser_is_told_and_survived() -> None:
         await c.ask()
         await c.clock.advance(3)
         assert [m.content for m in c.messages()] == ["Again?", "Yes."]
+
+
+async def test_the_warm_up_turn_leaves_nothing_and_fails_loudly() -> None:
+    engine = ScriptedEngine("Hello there, caller.")
+    services = fake_services(engine, ScriptedRecognizer("noise"))
+    tasks = asyncio.all_tasks()
+    await warm_up(services)
+    assert engine.params[0].max_tokens == 4
+    assert services.traces.recent(10) == []
+    assert asyncio.all_tasks() == tasks
+    engine.error = EngineDiedError("the engine process ended")
+    with pytest.raises(ServiceError, match="the engine process ended"):
+        await warm_up(services)
+    assert asyncio.all_tasks() == tasks
 
 
 async def test_a_failing_engine_fails_the_response_only() -> None:

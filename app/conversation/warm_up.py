@@ -1,0 +1,45 @@
+"""One whole turn that nobody hears, so that the first caller meets nothing for the first time.
+
+Loading a model runs it once; what lies between the models (first calls of numpy, of the resampler,
+of compiled patterns) costs the event loop some 25 ms on the first turn, and then never again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from app.clock import MonotonicClock
+from app.conversation.events import Response, ResponseDone, SessionEvent
+from app.conversation.services import Services
+from app.conversation.session import Session
+from app.conversation.session_config import SessionConfig
+from app.errors import ServiceError
+from app.observe.trace import TraceStore
+from audio.codecs import PCM16_24K, encode
+
+
+async def warm_up(services: Services) -> None:
+    """Run the turn; it leaves no trace. Raises ServiceError when it fails, for so would all."""
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Response] = loop.create_future()
+
+    async def sink(event: SessionEvent) -> None:
+        if isinstance(event, ResponseDone):
+            answered.set_result(event.response)
+
+    unseen = replace(services, traces=TraceStore(1))
+    config = SessionConfig(services.settings.instructions, turn_detection=None)
+    session = Session(unseen, config, sink)
+    noise = np.random.default_rng(0).normal(0.0, 0.01, PCM16_24K.rate // 2).astype(np.float32)
+    try:
+        await session.append_audio(encode(noise, PCM16_24K), MonotonicClock().now_ns())
+        await session.commit_audio()
+        await session.create_response(max_output_tokens=4)
+        response = await answered
+    finally:
+        await session.close()
+    if response.status == "failed":
+        raise ServiceError(f"the first turn failed: {response.error_message}")
