@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import ConfigError
 
-# Chosen by ear among five for the embedded model: it keeps to English and to short answers.
+# Chosen among five by what the embedded model answers: it keeps to English and to short answers.
 DEFAULT_INSTRUCTIONS = (
     "You are a helpful AI assistant named Parley. You speak with the user. "
     "Keep every answer short: one or two plain sentences."

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from audio.frame import SPEECH_RATE
+from audio.frame import SPEECH_RATE, Samples
 from audio.resample import StreamResampler
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 
 Pcm = npt.NDArray[np.int16]
-Samples = npt.NDArray[np.float32]
 
 RATE = 24_000
 FRAME_MS = 10

@@ -12,19 +12,17 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from app.conversation.session_config import SessionConfig
 from app.errors import AudioInputError
 from audio.codecs import decode
 from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
 from audio.errors import AudioError
+from audio.frame import SPEECH_RATE, Samples
 from audio.resample import StreamResampler
-from audio.vad import VadModel, VadStream
+from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 
-RATE = 16_000
-WINDOW = 512
-Samples = npt.NDArray[np.float32]
+RATE = SPEECH_RATE
 # With nobody speaking only this much is kept: more than the largest prefix padding.
 _IDLE_KEEP_SAMPLES = 6 * RATE
 
@@ -45,7 +43,6 @@ class Listener:
         self._chunks: deque[Samples] = deque()
         self._kept_from = 0
         self._position = 0
-        self._judged = 0  # end of the last VAD window
         # Arrival instants of the ends of chunks, for `arrived_ns`.
         self._ends: deque[int] = deque()
         self._arrivals: deque[int] = deque()
@@ -106,11 +103,10 @@ class Listener:
         if not len(samples):
             return
         self._keep(samples, received_ns)
-        start = self._judged
+        start = self._vad.num_samples_judged
         for i, probability in enumerate(self._vad.feed(samples)):
-            window_start = start + i * WINDOW
-            self._judged = window_start + WINDOW
-            events = self._endpointer.feed(probability, window_start, self._judged)
+            window_start = start + i * WINDOW_SAMPLES
+            events = self._endpointer.feed(probability, window_start, window_start + WINDOW_SAMPLES)
             if self._detects:
                 yield from events
         if self._detects and self._endpointer.state is VoiceState.SILENT:

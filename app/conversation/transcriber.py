@@ -11,15 +11,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from app.clock import Clock
 from app.errors import RecognitionError
 from audio.asr import Recognizer, Transcript
 from audio.errors import AudioError
-
-Samples = npt.NDArray[np.float32]
+from audio.frame import Samples
 
 
 @dataclass(frozen=True, slots=True)

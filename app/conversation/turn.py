@@ -18,7 +18,6 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from app.clock import Clock
 from app.conversation.events import (
@@ -42,6 +41,7 @@ from app.errors import GenerationError, ServiceError, SynthesisError
 from app.observe.trace import TurnTrace
 from audio.codecs import encode
 from audio.errors import AudioError
+from audio.frame import Samples
 from audio.resample import StreamResampler
 from audio.text import ClauseChunker, SpokenText
 from llm_core import (
@@ -57,7 +57,6 @@ from llm_core import (
 
 log = logging.getLogger(__name__)
 
-Samples = npt.NDArray[np.float32]
 # Audible: above -50 dB of full scale. The first such sample ends the caller's wait.
 _AUDIBLE = 0.003
 
