@@ -56,11 +56,12 @@ class Engine:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
+        max_sequences: int = 2,
         max_waiting: int = 64,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.info = ModelInfo(**runner.info_fields)
-        self.scheduler = Scheduler(num_slots=runner.num_slots, max_waiting=max_waiting)
+        self.scheduler = Scheduler(num_slots=max_sequences, max_waiting=max_waiting)
         self._runner = runner
         self._tokenizer = tokenizer
         self._template = template
@@ -76,7 +77,7 @@ class Engine:
         runner = ModelRunner.load(
             config.model_path,
             num_threads=config.num_threads,
-            num_slots=config.max_sequences,
+            num_blocks=None,
             max_context=config.max_context,
         )
         if runner.config.vocab_size < tokenizer.vocab_size:
