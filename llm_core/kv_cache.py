@@ -80,9 +80,7 @@ class KvCache:
         self._layers[layer].index_copy_(1, positions, codes.round_().to(torch.int8))
         self._layer_scales[layer].index_copy_(1, positions, scales)
 
-    def runs(
-        self, block_ids: Sequence[int], first: int, end: int
-    ) -> tuple[tuple[KvRun, ...], ...]:
+    def runs(self, block_ids: Sequence[int], first: int, end: int) -> tuple[tuple[KvRun, ...], ...]:
         """For each layer, positions [first, end) of the sequence in ``block_ids``, in order."""
         places = contiguous_runs(block_ids, self.block_size, first, end)
         return tuple(zip(*(self._views(start, stop) for start, stop in places), strict=True))

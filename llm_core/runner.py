@@ -143,7 +143,9 @@ class ModelRunner:
         for segment in batch.segments:
             assert segment.start >= 0 and segment.length > 0, f"empty {segment}"
             assert segment.end <= self.max_context, f"{segment} exceeds {self.max_context}"
-            assert segment.end <= len(segment.block_ids) * self.block_size, f"{segment} lacks blocks"
+            assert segment.end <= len(segment.block_ids) * self.block_size, (
+                f"{segment} lacks blocks"
+            )
             assert 0 <= min(segment.block_ids) <= max(segment.block_ids) < self.num_blocks
             first, last = segment.start // self.block_size, (segment.end - 1) // self.block_size
             written += segment.block_ids[first : last + 1]
