@@ -44,6 +44,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("scheduler", "runner", "tokenizer", "chat_template", "detokenizer"),
         ("speculative", "sampler"),
         ("decoder",),
+        ("rope",),
         ("quant", "loading", "batch", "kv_cache"),
         ("block_tables", "policy"),
         ("prefix_cache",),
