@@ -5,9 +5,11 @@ Nothing here is fast. The fast forms are tested against these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from kernels.attention import KvRun, causal_mask
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,33 +46,44 @@ def apply_rope_(heads: torch.Tensor, rotations: torch.Tensor) -> None:
     heads[..., 1::2] = even * sin + odd * cos
 
 
-def attention_mask(start: int, length: int) -> torch.Tensor | None:
-    """bool [length, start + length]: True where row i (position start + i) sees position j."""
-    rows = torch.arange(start, start + length).unsqueeze(1)
-    return torch.arange(start + length).unsqueeze(0) <= rows
+def attention_mask(start: int, length: int, window: int | None = None) -> torch.Tensor | None:
+    """``attention.causal_mask``: this backend never does without."""
+    return causal_mask(start, length, window)
 
 
 def attention_(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    runs: Sequence[KvRun],
     mask: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> None:
     """Causal attention of one segment, written to ``out`` [T, num_heads, head_dim].
 
-    query [T, num_heads, head_dim]; keys and values [num_kv_heads, L, head_dim], whose last T
-    positions are the query's own; query head h uses key/value head h // (num_heads //
-    num_kv_heads). ``mask`` comes from ``attention_mask`` of the same backend.
+    query [T, num_heads, head_dim]; the ``runs`` one after another hold the visible positions, whose
+    last T are the query's own; query head h uses key/value head h // (num_heads // num_kv_heads).
+    ``mask`` comes from ``attention_mask`` of the same backend. Scores are multiplied by ``scale``
+    and, if asked, bounded: softcap * tanh(score / softcap) (Gemma 2).
     """
-    num_rows, num_heads, head_dim = query.shape
+    keys = torch.cat([_plain(run.keys, run.key_scales, query.dtype) for run in runs], 1)
+    values = torch.cat([_plain(run.values, run.value_scales, query.dtype) for run in runs], 1)
+    num_heads = query.shape[1]
     group_size = num_heads // keys.shape[0]
     for head in range(num_heads):
         head_keys, head_values = keys[head // group_size], values[head // group_size]
-        scores = query[:, head] @ head_keys.T / head_dim**0.5
+        scores = query[:, head] @ head_keys.T * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         out[:, head] = torch.softmax(scores, -1) @ head_values
+
+
+def _plain(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    numbers = codes.to(dtype)
+    return numbers if scales is None else numbers * scales.to(dtype).unsqueeze(-1)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -13,22 +13,38 @@ from dataclasses import dataclass
 import torch
 
 from kernels import Backend
+from kernels.attention import KvRun, first_visible
 from kernels.reference import rope_table
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, Segment
 from llm_core.config import ModelConfig
-from llm_core.kv_cache import KvCache, SegmentViews
+from llm_core.kv_cache import KvCache
 from llm_core.quant.formats import BlockTensor, Weight, stack_rows, to_float
 from llm_core.quant.linear import FormatChoice, Linear, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """One segment of a batch: its rows, its cache views, its mask."""
+class _Visible:
+    """What one segment's rows attend to: for each layer the cached runs, and the mask over them."""
 
-    first_row: int
-    last_row: int
-    kv: SegmentViews
+    runs: tuple[tuple[KvRun, ...], ...]
     mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One segment of a batch: its rows, and what they see."""
+
+    rows: slice
+    full: _Visible
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What attention needs of a batch: where its rows are kept, int64 [T], and what they see."""
+
+    cache: KvCache
+    positions: torch.Tensor
+    spans: list[_Span]
 
 
 class _Layer:
@@ -74,6 +90,7 @@ class Decoder:
         ]
         self._final_norm = backend.make_rms_norm(to_float(weights["final_norm"]), config.rms_eps)
         self._head = Linear(weights["embedding" if config.tie_embeddings else "head"], formats.head)
+        self._attention_scale = config.head_dim**-0.5
         self._rotations = rope_table(max_context, config.head_dim, config.rope_theta)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
@@ -81,13 +98,13 @@ class Decoder:
 
         Call under inference mode. Sources: Touvron et al. 2023 (Llama), Ainslie et al. 2023 (GQA).
         """
-        spans = self._spans(batch, cache)
+        step = _Step(cache, cache.positions(batch), self._spans(batch, cache))
         rotations = torch.cat([self._rotations[s.start : s.end] for s in batch.segments])
         hidden = self._embed(batch.token_ids)
         last_layer = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             normed = layer.attention_norm(hidden)
-            attended = self._attend(layer.query_key_value(normed), rotations, spans, index)
+            attended = self._attend(layer.query_key_value(normed), rotations, step, index)
             if index == last_layer:  # beyond here rows do not meet: keep only those asked for
                 attended = attended.index_select(0, batch.logit_rows)
                 hidden = hidden.index_select(0, batch.logit_rows)
@@ -100,11 +117,15 @@ class Decoder:
         spans = []
         row = 0
         for segment in batch.segments:
-            mask = self._backend.attention_mask(segment.start, segment.length)
-            kv = cache.views(segment.slot, segment.start, segment.end)
-            spans.append(_Span(row, row + segment.length, kv, mask))
+            rows = slice(row, row + segment.length)
+            spans.append(_Span(rows, self._visible(segment, cache, None)))
             row += segment.length
         return spans
+
+    def _visible(self, segment: Segment, cache: KvCache, window: int | None) -> _Visible:
+        first = first_visible(segment.start, window)
+        mask = self._backend.attention_mask(segment.start, segment.length, window)
+        return _Visible(cache.runs(segment.block_ids, first, segment.end), mask)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 [T, hidden_size], a fresh tensor."""
@@ -113,7 +134,7 @@ class Decoder:
         return self._embedding.index_select(0, token_ids).float()
 
     def _attend(
-        self, qkv: torch.Tensor, rotations: torch.Tensor, spans: list[_Span], layer: int
+        self, qkv: torch.Tensor, rotations: torch.Tensor, step: _Step, layer: int
     ) -> torch.Tensor:
         """qkv [T, query_size + 2 * kv_size] -> attention's result [T, query_size]."""
         config = self.config
@@ -122,15 +143,15 @@ class Decoder:
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
         self._backend.apply_rope_(heads[:, : num_heads + num_kv_heads], rotations)
         query, key_value = heads[:, :num_heads], heads[:, num_heads:].transpose(0, 1)
+        step.cache.write(layer, step.positions, key_value)
         result = torch.empty(heads.shape[0], num_heads, config.head_dim)
-        for span in spans:
-            first, last = span.first_row, span.last_row
-            span.kv.target[layer].copy_(key_value[:, first:last])
+        for span in step.spans:
+            visible = span.full
             self._backend.attention_(
-                query[first:last],
-                span.kv.keys[layer],
-                span.kv.values[layer],
-                span.mask,
-                result[first:last],
+                query[span.rows],
+                visible.runs[layer],
+                visible.mask,
+                result[span.rows],
+                scale=self._attention_scale,
             )
         return result.view(-1, config.query_size)

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+KvDtype = Literal["float32", "bfloat16", "int8"]
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -58,29 +58,6 @@ def test_rope_table_against_the_definition() -> None:
     np.testing.assert_allclose(table[3, 0, 1].angle().item(), 3 * 100.0**-0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 3, 9])
-@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 5), (12, 1), (12, 5), (1, 40), (299, 1)])
-def test_attention(num_kv_heads: int, start: int, length: int) -> None:
-    num_heads, head_dim, context = 9, 10, 400
-    cache = rand(2 * num_kv_heads, context, head_dim, seed=2)
-    keys, values = cache[:num_kv_heads, : start + length], cache[num_kv_heads:, : start + length]
-    query = rand(length, num_heads + 4, head_dim)[:, :num_heads]
-    results = []
-    for backend in (select_backend("cpu"), select_backend("reference")):
-        out = torch.full((length, num_heads, head_dim), float("nan"))
-        mask = backend.attention_mask(start, length)
-        backend.attention_(query, keys, values, mask, out)
-        results.append(out)
-    torch.testing.assert_close(*results, **TOLERANCE)
-
-
-def test_attention_with_large_scores_is_finite() -> None:
-    query, keys = 1e4 * rand(1, 2, 8), 1e4 * rand(1, 6, 8, seed=1)
-    out = torch.empty(1, 2, 8)
-    cpu.attention_(query, keys, rand(1, 6, 8, seed=2), None, out)
-    assert bool(out.isfinite().all())
-
-
 @pytest.mark.parametrize("shape", [(1, 2), (3, 50), (16, 3072)])
 def test_swiglu(shape: tuple[int, int]) -> None:
     gate_up = 5 * rand(*shape)

@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "llm_core": (
         ("client", "worker", "ipc"),
         ("engine",),
+        ("generation",),
         ("scheduler", "runner", "tokenizer", "chat_template", "detokenizer"),
         ("speculative", "sampler"),
         ("decoder",),

@@ -83,7 +83,7 @@ def exact(llm_model_path: Path) -> ModelRunner:
     return ModelRunner.load(
         str(llm_model_path),
         num_threads=1,
-        num_slots=1,
+        num_blocks=32,
         max_context=512,
         weight_format="float32",
     )
@@ -168,7 +168,7 @@ def test_drift_of_faster_formats(
     runner = ModelRunner.load(
         str(llm_model_path),
         num_threads=1,
-        num_slots=1,
+        num_blocks=32,
         max_context=512,
         weight_format=weight_format,
     )
