@@ -102,7 +102,9 @@ def _scores(grouped: torch.Tensor, run: KvRun) -> torch.Tensor:
     return scores if run.key_scales is None else scores.mul_(run.key_scales.unsqueeze(1))
 
 
-def _add_weighted(total: torch.Tensor, weights: torch.Tensor, run: KvRun, *, is_first: bool) -> None:
+def _add_weighted(
+    total: torch.Tensor, weights: torch.Tensor, run: KvRun, *, is_first: bool
+) -> None:
     if run.value_scales is not None:
         weights = weights * run.value_scales.unsqueeze(1)
     total.baddbmm_(weights, run.values.to(total.dtype), beta=0.0 if is_first else 1.0)

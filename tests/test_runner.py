@@ -11,7 +11,14 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.errors import ModelLoadError
 from llm_core.messages import ModelInfo
 from llm_core.runner import ModelRunner
-from tests.random_llama import blocks, random_tokens, random_weights, run_chunk, tiny_config, tiny_runner
+from tests.random_llama import (
+    blocks,
+    random_tokens,
+    random_weights,
+    run_chunk,
+    tiny_config,
+    tiny_runner,
+)
 from tests.tiny_model import write_tiny_gguf
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}

@@ -84,6 +84,13 @@ def to_float(weight: Weight) -> torch.Tensor:
     return weight.dequantize() if isinstance(weight, BlockTensor) else weight.float()
 
 
+def float_rows(weight: Weight, indices: torch.Tensor) -> torch.Tensor:
+    """float32 [R, K], a fresh tensor: the rows ``indices`` (int64 [R])."""
+    if isinstance(weight, BlockTensor):
+        return weight.rows(indices).dequantize()
+    return weight.index_select(0, indices).float()
+
+
 def stack_rows(weights: Sequence[Weight]) -> Weight:
     """[N1, K], [N2, K], ... -> [N1 + N2 + ..., K]; stays quantised when all are of one kind."""
     blocks = [weight for weight in weights if isinstance(weight, BlockTensor)]
