@@ -42,6 +42,12 @@ class BlockTensor:
         """float32 [N, K / 32]."""
         return _float16_at(self.blocks, 0)
 
+    def minimum(self) -> torch.Tensor:
+        """float32 [N, K / 32]: Q4_1's value of code 0."""
+        if self.kind != "Q4_1":
+            raise ValueError(f"{self.kind} has no minimum")
+        return _float16_at(self.blocks, 2)
+
     def codes(self) -> torch.Tensor:
         """uint8 [N, K] in 0..15 for the 4-bit kinds, int8 [N, K] for Q8_0."""
         if self.kind == "Q8_0":
@@ -56,7 +62,7 @@ class BlockTensor:
         if self.kind == "Q4_0":
             values = values.sub_(8).mul_(scale)
         elif self.kind == "Q4_1":
-            values = values.mul_(scale).add_(_float16_at(self.blocks, 2).unsqueeze(-1))
+            values = values.mul_(scale).add_(self.minimum().unsqueeze(-1))
         else:
             values = values.mul_(scale)
         return values.flatten(1)
@@ -72,7 +78,7 @@ class BlockTensor:
         if self.kind == "Q4_0":
             zero = torch.zeros_like(scale)
         else:
-            zero = _float16_at(self.blocks, 2) + 8 * scale
+            zero = self.minimum() + 8 * scale
         return self.codes().int(), torch.stack((scale.T, zero.T), -1)
 
 
