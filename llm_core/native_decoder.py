@@ -65,13 +65,14 @@ class NativeDecoder:
         self._tensors: list[torch.Tensor] = []  # what the structures point at
         self._matrices: list[PackedMatrix] = []
         self._pool = library.pool(num_threads)
+        self._memory = library.memory()
         tables = rope_tables(config, max_context)
         rotations = [self._floats(torch.view_as_real(table)) for table in tables.tables]
         self._layers = (native.Layer * config.num_layers)()
         for index in range(config.num_layers):
-            self._fill_layer(library, weights, index)
+            self._fill_layer(weights, index)
             self._layers[index].rotations = rotations[tables.layer_table[index]]
-        self._model = self._make_model(library, weights, max_context)
+        self._model = self._make_model(weights, max_context)
         self._session = self._functions.pn_session_create(self._pool.handle, self._model)
         if not self._session:
             raise MemoryError("no memory for the decoder's buffers")
@@ -79,7 +80,7 @@ class NativeDecoder:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of packed matrices; a decode step reads all but an untied embedding."""
-        return sum(matrix.num_bytes for matrix in self._matrices)
+        return self._memory.num_bytes
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
         """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
@@ -132,7 +133,7 @@ class NativeDecoder:
         if getattr(self, "_session", None):
             self._functions.pn_session_destroy(self._session)
 
-    def _fill_layer(self, library: Library, weights: Mapping[str, Weight], index: int) -> None:
+    def _fill_layer(self, weights: Mapping[str, Weight], index: int) -> None:
         config, layer = self.config, self._layers[index]
 
         def get(*names: str) -> list[Weight]:
@@ -141,14 +142,14 @@ class NativeDecoder:
         def norm(name: str) -> int:
             return self._floats(to_float(get(name)[0]))
 
-        qkv = self._keep(pack_stacked(library, get("query", "key", "value")))
+        qkv = self._keep(pack_stacked(self._memory, get("query", "key", "value")))
         if config.attention_bias:
             biases = get("query_bias", "key_bias", "value_bias")
             qkv.set_bias(torch.cat([to_float(bias) for bias in biases]))
         layer.query_key_value = qkv.struct
-        layer.attention_output = self._keep(pack_stacked(library, get("attention_output"))).struct
-        layer.gate_up = self._keep(pack_gated(library, *get("gate", "up"))).struct
-        layer.down = self._keep(pack_stacked(library, get("down"))).struct
+        layer.attention_output = self._keep(pack_stacked(self._memory, get("attention_output"))).struct
+        layer.gate_up = self._keep(pack_gated(self._memory, *get("gate", "up"))).struct
+        layer.down = self._keep(pack_stacked(self._memory, get("down"))).struct
         layer.attention_norm, layer.ffn_norm = norm("attention_norm"), norm("ffn_norm")
         if config.post_norms:
             layer.attention_post_norm = norm("attention_post_norm")
@@ -157,9 +158,7 @@ class NativeDecoder:
             layer.query_norm, layer.key_norm = norm("query_norm"), norm("key_norm")
         layer.window = config.window_of(index) or 0
 
-    def _make_model(
-        self, library: Library, weights: Mapping[str, Weight], max_context: int
-    ) -> native.Model:
+    def _make_model(self, weights: Mapping[str, Weight], max_context: int) -> native.Model:
         config = self.config
         model = native.Model(
             layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
@@ -180,7 +179,7 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap or 0.0,
         )
         head_name = "embedding" if config.tie_embeddings else "head"
-        model.head = self._keep(pack_stacked(library, [weights[head_name]])).struct
+        model.head = self._keep(pack_stacked(self._memory, [weights[head_name]])).struct
         if config.tie_embeddings:
             model.embedding_matrix = model.head
             return model
@@ -190,7 +189,7 @@ class NativeDecoder:
             self._tensors.append(kept)
             model.embedding, model.embedding_type = kept.data_ptr(), _FLOAT_TYPES[kept.dtype]
         else:
-            model.embedding_matrix = self._keep(pack_stacked(library, [embedding])).struct
+            model.embedding_matrix = self._keep(pack_stacked(self._memory, [embedding])).struct
         return model
 
     def _keep(self, matrix: PackedMatrix) -> PackedMatrix:
