@@ -38,7 +38,6 @@ class KvCache:
         self,
         config: ModelConfig,
         num_blocks: int,
-        *,
         block_size: int = 16,
         dtype: KvDtype = "float32",
     ) -> None:
@@ -53,7 +52,7 @@ class KvCache:
 
     @staticmethod
     def num_bytes(
-        config: ModelConfig, num_blocks: int, *, block_size: int = 16, dtype: KvDtype = "float32"
+        config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: KvDtype = "float32"
     ) -> int:
         """What a cache of this size reserves."""
         per_head = config.head_dim * DTYPES[dtype].itemsize + (4 if dtype == "int8" else 0)
@@ -80,9 +79,7 @@ class KvCache:
         self._layers[layer].index_copy_(1, positions, codes.round_().to(torch.int8))
         self._layer_scales[layer].index_copy_(1, positions, scales)
 
-    def runs(
-        self, block_ids: Sequence[int], first: int, end: int
-    ) -> tuple[tuple[KvRun, ...], ...]:
+    def runs(self, block_ids: Sequence[int], first: int, end: int) -> tuple[tuple[KvRun, ...], ...]:
         """For each layer, positions [first, end) of the sequence in ``block_ids``, in order."""
         places = contiguous_runs(block_ids, self.block_size, first, end)
         return tuple(zip(*(self._views(start, stop) for start, stop in places), strict=True))

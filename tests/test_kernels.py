@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import cpu, cpu_matmul, reference, select_backend
+from kernels import cpu, cpu_matmul, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
