@@ -11,6 +11,7 @@ from llm_core.errors import (
     LlmError,
     ModelLoadError,
     PromptTooLongError,
+    RequestTimeoutError,
 )
 from llm_core.messages import (
     ChatMessage,
@@ -22,6 +23,7 @@ from llm_core.messages import (
     GenerationEvent,
     ModelInfo,
     PrefillResult,
+    RequestOptions,
     SamplingParams,
     TextDelta,
     Usage,
@@ -44,6 +46,8 @@ __all__ = [
     "ModelLoadError",
     "PrefillResult",
     "PromptTooLongError",
+    "RequestOptions",
+    "RequestTimeoutError",
     "SamplingParams",
     "TextDelta",
     "Usage",

@@ -38,7 +38,6 @@ class KvCache:
         self,
         config: ModelConfig,
         num_blocks: int,
-        *,
         block_size: int = 16,
         dtype: KvDtype = "float32",
     ) -> None:
@@ -53,7 +52,7 @@ class KvCache:
 
     @staticmethod
     def num_bytes(
-        config: ModelConfig, num_blocks: int, *, block_size: int = 16, dtype: KvDtype = "float32"
+        config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: KvDtype = "float32"
     ) -> int:
         """What a cache of this size reserves."""
         per_head = config.head_dim * DTYPES[dtype].itemsize + (4 if dtype == "int8" else 0)

@@ -16,9 +16,12 @@ from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
 from llm_core.loading.gguf_model import open_gguf_model
-from llm_core.messages import KvDtype
+from llm_core.messages import EngineConfig, KvDtype
 from llm_core.quant.formats import Weight
 from llm_core.quant.linear import choose_formats
+
+_BLOCK_SIZE = 16
+_DEFAULT_KV_TOKENS = 2048  # of each sequence that may run
 
 
 class InfoFields(TypedDict):
@@ -57,7 +60,7 @@ class ModelRunner:
         backend: BackendName = "cpu",
         num_threads: int = 1,
         num_blocks: int | None = None,
-        block_size: int = 16,
+        block_size: int = _BLOCK_SIZE,
         kv_dtype: KvDtype = "float32",
         max_context: int | None = None,
         name: str = "in-memory",
@@ -74,38 +77,31 @@ class ModelRunner:
         self.max_context = min(longest, self.num_blocks * block_size)
         self._name = name
         self._num_threads = num_threads
-        cache_size = {"block_size": block_size, "dtype": kv_dtype}
-        _check_cache_fits(KvCache.num_bytes(config, self.num_blocks, **cache_size), self)
+        num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, kv_dtype)
+        _check_cache_fits(num_bytes, self)
         torch.set_num_threads(num_threads)
         formats = choose_formats(weight_format)
         self._weight_format = str(formats)
         with torch.inference_mode():
-            self._cache = KvCache(config, self.num_blocks, **cache_size)
+            self._cache = KvCache(config, self.num_blocks, block_size, kv_dtype)
             self._model: Model = Decoder(
                 config, weights, formats, select_backend(backend), self.max_context
             )
 
     @classmethod
-    def load(
-        cls,
-        model_path: str,
-        *,
-        num_threads: int,
-        num_blocks: int | None,
-        max_context: int | None,
-        kv_dtype: KvDtype = "float32",
-        weight_format: str = "auto",
-    ) -> ModelRunner:
+    def load(cls, engine_config: EngineConfig, *, weight_format: str = "auto") -> ModelRunner:
         """Reads a GGUF file. Raises ModelLoadError."""
+        model_path = engine_config.model_path
         with open_gguf_model(model_path) as model:
+            kv_tokens = _kv_cache_tokens(engine_config, model.config.context_len)
             return cls(
                 model.config,
                 model.weights,
                 weight_format=weight_format,
-                num_threads=num_threads,
-                num_blocks=num_blocks,
-                kv_dtype=kv_dtype,
-                max_context=max_context,
+                num_threads=engine_config.num_threads,
+                num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
+                kv_dtype=engine_config.kv_dtype,
+                max_context=engine_config.max_context,
                 name=Path(model_path).stem,
             )
 
@@ -152,6 +148,13 @@ class ModelRunner:
         assert len(set(written)) == len(written) > 0, "a block is written twice, or nothing is"
         num_rows = sum(segment.length for segment in batch.segments)
         assert batch.token_ids.shape == (num_rows,), "token_ids and segments disagree"
+
+
+def _kv_cache_tokens(engine_config: EngineConfig, context_len: int) -> int:
+    if engine_config.kv_cache_tokens is not None:
+        return engine_config.kv_cache_tokens
+    longest = min(engine_config.max_context or context_len, context_len)
+    return max(longest, engine_config.max_sequences * min(longest, _DEFAULT_KV_TOKENS))
 
 
 def _check_cache_fits(num_bytes: int, runner: ModelRunner) -> None:

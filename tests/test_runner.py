@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.errors import ModelLoadError
-from llm_core.messages import ModelInfo
+from llm_core.messages import EngineConfig, ModelInfo
 from llm_core.runner import ModelRunner
 from tests.random_llama import (
     blocks,
@@ -117,13 +118,24 @@ def test_formats_stay_near_float32(weight_format: str, tolerance: float) -> None
 
 def test_loaded_file_equals_in_memory_model(tmp_path: Path) -> None:
     """A GGUF file written by the gguf package, loaded twice: same logits, sensible info."""
-    path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
-    options = {"num_threads": 1, "num_blocks": None, "max_context": None}
-    exact = ModelRunner.load(path, weight_format="float32", **options)
-    default = ModelRunner.load(path, **options)
+    config = EngineConfig(model_path=str(write_tiny_gguf(tmp_path / "tiny.gguf")))
+    exact = ModelRunner.load(config, weight_format="float32")
+    default = ModelRunner.load(config)
     assert (exact.info_fields["name"], exact.max_context) == ("tiny", 256)
     tokens = random_tokens(exact.config, 30)
     assert (run_chunk(default, tokens) - run_chunk(exact, tokens)).abs().max() < 0.06
+
+
+def test_size_of_the_pool(tmp_path: Path) -> None:
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf", context_len=8192))
+
+    def num_blocks(**options: Any) -> int:
+        return ModelRunner.load(EngineConfig(model_path=path, **options)).num_blocks
+
+    assert num_blocks(kv_cache_tokens=1000) == 64
+    assert num_blocks(max_sequences=2) == 8192 // 16 + 1
+    assert num_blocks(max_sequences=8) == 8 * 2048 // 16 + 1
+    assert num_blocks(max_sequences=8, max_context=100) == 50 + 1
 
 
 def test_results_do_not_change_under_later_calls() -> None:
