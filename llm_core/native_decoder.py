@@ -147,7 +147,9 @@ class NativeDecoder:
             biases = get("query_bias", "key_bias", "value_bias")
             qkv.set_bias(torch.cat([to_float(bias) for bias in biases]))
         layer.query_key_value = qkv.struct
-        layer.attention_output = self._keep(pack_stacked(self._memory, get("attention_output"))).struct
+        layer.attention_output = self._keep(
+            pack_stacked(self._memory, get("attention_output"))
+        ).struct
         layer.gate_up = self._keep(pack_gated(self._memory, *get("gate", "up"))).struct
         layer.down = self._keep(pack_stacked(self._memory, get("down"))).struct
         layer.attention_norm, layer.ffn_norm = norm("attention_norm"), norm("ffn_norm")

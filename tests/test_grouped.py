@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import gguf.quants
 import pytest
 import torch
@@ -22,7 +20,7 @@ def blocks(kind: BlockKind, weight: torch.Tensor) -> BlockTensor:
     return BlockTensor(kind, torch.from_numpy(raw).view(num_out, num_in // 32, BLOCK_BYTES[kind]))
 
 
-@pytest.mark.parametrize("kind", get_args(BlockKind))
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_grouped_form_means_the_stored_values(kind: BlockKind) -> None:
     stored = blocks(kind, rand(9, 96))
     grouped = to_grouped(stored)

@@ -9,4 +9,11 @@ from __future__ import annotations
 from kernels.native.build import NativeUnavailableError
 from kernels.native.library import Library, PackedMatrix, ThreadPool, WeightMemory, load
 
-__all__ = ["Library", "NativeUnavailableError", "PackedMatrix", "ThreadPool", "WeightMemory", "load"]
+__all__ = [
+    "Library",
+    "NativeUnavailableError",
+    "PackedMatrix",
+    "ThreadPool",
+    "WeightMemory",
+    "load",
+]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from llm_core.config import ModelConfig
+
+# What rotation turns, or what is added to it or multiplied with it before.
+TURNING = frozenset(("query", "key", "query_bias", "key_bias", "query_norm", "key_norm"))
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -47,3 +52,14 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.post_norms:
         shapes["attention_post_norm"] = shapes["ffn_post_norm"] = (hidden,)
     return shapes
+
+
+def interleaved(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """int64 [num_heads * head_dim]: which row of the order of halves comes at each place of ours.
+
+    Row 2j of a head is its row j, row 2j + 1 its row j + rotary_dim / 2; beyond ``rotary_dim`` rows
+    stay where they are.
+    """
+    pairs = torch.arange(rotary_dim).view(2, -1).T.flatten()
+    one = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
+    return (torch.arange(num_heads).unsqueeze(1) * head_dim + one).flatten()

@@ -6,54 +6,26 @@ each stored kind needs only to say here what its codes, scales and zeros are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
-from llm_core.quant.formats import BLOCK_LEN, BlockTensor, Weight, to_float
+from llm_core.quant.codes import Bits, GroupedCodes
+from llm_core.quant.formats import BlockTensor, Weight, to_float
 
-Bits = Literal[4, 8]
+__all__ = ["Bits", "GroupedCodes", "quantize_grouped", "to_grouped"]
 
-
-@dataclass(frozen=True, slots=True)
-class GroupedCodes:
-    """A matrix [N, K]: value = code * scale + zero, of each ``group`` neighbours along K.
-
-    ``codes`` [N, K] is uint8 in 0..15 (``bits`` 4), uint8 or int8 (``bits`` 8); ``scale`` and
-    ``zero`` are float32 [N, K / group], ``zero`` None where it is 0 throughout.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None
-    bits: Bits
-    group: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.codes.shape[0], self.codes.shape[1]
-
-    def dequantize(self) -> torch.Tensor:
-        """float32 [N, K]."""
-        num_out, num_in = self.shape
-        values = self.codes.view(num_out, num_in // self.group, self.group).float()
-        values *= self.scale.unsqueeze(-1)
-        if self.zero is not None:
-            values += self.zero.unsqueeze(-1)
-        return values.flatten(1)
+_SMALLEST_GROUP = 32
 
 
 def to_grouped(weight: Weight) -> GroupedCodes | None:
-    """The same values in grouped form, or None where the weight is not stored so."""
-    if not isinstance(weight, BlockTensor):
+    """The same values in grouped form; None where the weight is not stored so, or in groups that
+    are not multiples of 32 (Q6_K's have 16)."""
+    if isinstance(weight, GroupedCodes):
+        return weight if weight.group % _SMALLEST_GROUP == 0 else None
+    if not isinstance(weight, BlockTensor) or weight.kind == "Q6_K":
         return None
-    codes, scale = weight.codes(), weight.scale()
-    if weight.kind == "Q8_0":
-        return GroupedCodes(codes, scale, None, 8, BLOCK_LEN)
-    zero = -8 * scale if weight.kind == "Q4_0" else weight.minimum()
-    return GroupedCodes(codes, scale, zero, 4, BLOCK_LEN)
+    parts = weight.parts()
+    bits: Bits = 4 if weight.is_int4 else 8
+    return GroupedCodes(parts.codes, parts.scale, parts.zero, bits, parts.group)
 
 
 def quantize_grouped(weight: Weight, group: int) -> GroupedCodes:

@@ -68,7 +68,10 @@ def _room(
     memory: WeightMemory, num_out: int, num_in: int, parts: Sequence[_Unsigned]
 ) -> PackedMatrix:
     largest = max(
-        float(values.abs().max()) for p in parts for values in (p.scale, p.zero) if values is not None
+        float(values.abs().max())
+        for p in parts
+        for values in (p.scale, p.zero)
+        if values is not None
     )
     if not math.isfinite(largest):
         raise ValueError("weight has a scale or zero point that is not finite")
