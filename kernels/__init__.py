@@ -46,6 +46,7 @@ class Backend:
     attention_mask: Callable[[int, int, int | None], torch.Tensor | None]
     attention_: AttentionOp
     swiglu: Callable[[torch.Tensor], torch.Tensor]
+    geglu: Callable[[torch.Tensor], torch.Tensor]
 
 
 def select_backend(name: BackendName = "cpu") -> Backend:
@@ -59,4 +60,5 @@ def select_backend(name: BackendName = "cpu") -> Backend:
         attention_mask=attention.attention_mask,
         attention_=attention.attention_,
         swiglu=module.swiglu,
+        geglu=module.geglu,
     )

@@ -92,6 +92,14 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I] -> gelu(gate) * up [T, I], gelu in its tanh form (Hendrycks and Gimpel
+    2016; Shazeer 2020)."""
+    gate, up = gate_up.chunk(2, -1)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner)) * up
+
+
 def dequantize_int4(codes: torch.Tensor, scale_zero: torch.Tensor, group: int) -> torch.Tensor:
     """codes int [N, K] in 0..15, scale_zero [K / group, N, 2] -> (code - 8) * scale + zero."""
     scale = scale_zero[..., 0].T.repeat_interleave(group, 1)

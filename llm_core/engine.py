@@ -6,9 +6,8 @@ Single-threaded and without I/O: the worker process feeds it, tests drive it by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,12 +17,10 @@ from llm_core.chat_template import ChatTemplate
 from llm_core.errors import (
     InvalidRequestError,
     LlmError,
-    ModelLoadError,
     PromptTooLongError,
     RequestTimeoutError,
 )
 from llm_core.generation import Generation
-from llm_core.loading.gguf import read_metadata
 from llm_core.messages import (
     ChatMessage,
     EngineConfig,
@@ -36,6 +33,7 @@ from llm_core.messages import (
     RequestOptions,
     SamplingParams,
 )
+from llm_core.model_files import open_model
 from llm_core.policy import make_policy
 from llm_core.prompt import Prompt, PromptBuilder
 from llm_core.runner import ModelRunner
@@ -91,20 +89,13 @@ class Engine:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
-        """Reads the model file. Raises ModelLoadError."""
-        metadata = read_metadata(config.model_path)
-        tokenizer = Tokenizer.from_gguf(metadata)
-        template = load_template(metadata, tokenizer)
-        runner = ModelRunner.load(config)
-        if runner.config.vocab_size < tokenizer.vocab_size:
-            raise ModelLoadError(
-                f"the tokenizer knows {tokenizer.vocab_size} tokens, "
-                f"the model only {runner.config.vocab_size}"
-            )
+        """Reads the model's files. Raises ModelLoadError."""
+        with open_model(config.model_path) as opened:
+            runner = ModelRunner.of(opened.model, config)
         return cls(
             runner,
-            tokenizer,
-            template,
+            opened.tokenizer,
+            opened.template,
             max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
             policy=config.policy,
@@ -443,19 +434,6 @@ class Engine:
     def _end(self, sequence: TokenSequence) -> None:
         del self._requests[sequence.seq_id]
         self.scheduler.remove(sequence)
-
-
-def load_template(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of a GGUF file. Raises ModelLoadError, also when there is none."""
-    source = metadata.get("tokenizer.chat_template")
-    if not isinstance(source, str):
-        raise ModelLoadError("the file has no chat template: it is not a chat model")
-    return ChatTemplate(
-        source,
-        control_tokens=tokenizer.control_tokens,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-    )
 
 
 def _expires_ns(received_ns: int, options: RequestOptions) -> int | None:

@@ -18,6 +18,22 @@ CONFIGS = {
     "head_dim_6_wider_than_hidden": tiny_config(hidden_size=32, num_heads=9, num_kv_heads=3),
     "odd_sizes": tiny_config(hidden_size=40, num_heads=3, num_kv_heads=3, head_dim=10),
     "one_layer": tiny_config(num_layers=1),
+    "bias": tiny_config(attention_bias=True),
+    "qk_norm": tiny_config(qk_norm=True),
+    "window": tiny_config(sliding_window=5, layer_is_sliding=(True, True)),
+    "gemma": tiny_config(
+        num_layers=3,
+        activation="gelu_tanh",
+        qk_norm=True,
+        post_norms=True,
+        embedding_scale=8.0,
+        attention_scale=0.1,
+        attention_softcap=5.0,
+        logit_softcap=3.0,
+        sliding_window=4,
+        layer_is_sliding=(True, False, True),
+        local_rope_theta=100.0,
+    ),
     "theta": tiny_config(rope_theta=1_000_000.0, rms_eps=1e-3),
 }
 # float32 sums in another order.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llm_core.batch import ForwardBatch
 from llm_core.chat_template import ChatTemplate
 from llm_core.config import ModelConfig
-from llm_core.engine import Engine, load_template
+from llm_core.engine import Engine
 from llm_core.errors import (
     EngineBusyError,
     InvalidRequestError,
@@ -36,6 +36,7 @@ from llm_core.messages import (
     SamplingParams,
     TextDelta,
 )
+from llm_core.model_files import load_template
 from tests.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer, write_tiny_gguf
 
 EOS = 2

@@ -65,6 +65,13 @@ def test_swiglu(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(cpu.swiglu(gate_up.clone()), expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (3, 50), (16, 3072)])
+def test_geglu(shape: tuple[int, int]) -> None:
+    gate_up = 5 * rand(*shape)
+    expected = reference.geglu(gate_up)
+    torch.testing.assert_close(cpu.geglu(gate_up.clone()), expected, **TOLERANCE)
+
+
 def test_reference_keeps_float64() -> None:
     x = rand(3, 8).double()
     assert reference.rms_norm(x, torch.ones(8).double(), 1e-5).dtype == torch.float64

@@ -106,7 +106,7 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
         return ((_FEW_ROWS, Int8Matmul(*quantize_int8(values))), (_UNLIMITED_ROWS, many_rows))
     # Quantising to 4 bits here would lose more than the file's maker agreed to: only weights that
     # are stored so run so.
-    is_int4 = isinstance(weight, BlockTensor) and weight.kind != "Q8_0" and num_out % 16 == 0
+    is_int4 = isinstance(weight, BlockTensor) and weight.is_int4 and num_out % 16 == 0
     if weight_format == "int4" and is_int4:
         assert isinstance(weight, BlockTensor)
         few_rows = Int4Matmul(*weight.int4(), BLOCK_LEN)
