@@ -16,6 +16,7 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.chat_template import ChatTemplate
 from llm_core.errors import InvalidRequestError, LlmError, ModelLoadError, PromptTooLongError
 from llm_core.generation import Generation
+from llm_core.guided import GuideCompiler
 from llm_core.loading.gguf import read_metadata
 from llm_core.messages import (
     ChatMessage,
@@ -26,8 +27,9 @@ from llm_core.messages import (
     PrefillResult,
     SamplingParams,
 )
+from llm_core.params_check import validate_params
 from llm_core.runner import ModelRunner
-from llm_core.sampler import FloatRow, validate_params
+from llm_core.sampler import FloatRow
 from llm_core.scheduler import Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.tokenizer import Tokenizer
@@ -59,12 +61,13 @@ class Engine:
         max_waiting: int = 64,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.info = ModelInfo(**runner.info_fields)
+        self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(num_slots=runner.num_slots, max_waiting=max_waiting)
         self._runner = runner
         self._tokenizer = tokenizer
         self._template = template
         self._clock = clock
+        self._guides = GuideCompiler(tokenizer, template.tool_format)
         self._requests: dict[int, _Request] = {}
 
     @classmethod
@@ -84,7 +87,9 @@ class Engine:
                 f"the tokenizer knows {tokenizer.vocab_size} tokens, "
                 f"the model only {runner.config.vocab_size}"
             )
-        return cls(runner, tokenizer, template, max_waiting=config.max_waiting)
+        engine = cls(runner, tokenizer, template, max_waiting=config.max_waiting)
+        engine._guides.prepare()
+        return engine
 
     @property
     def has_work(self) -> bool:
@@ -102,14 +107,19 @@ class Engine:
 
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
-        validate_params(params)
+        validate_params(params, vocab_size=self._tokenizer.vocab_size)
         # Room for the reply, or for as much of it as is fair to ask of a short context.
         reply_len = min(params.max_tokens, self._runner.max_context // 4)
         prompt_ids = self._encode(messages, reply_len=reply_len)
         max_len = min(len(prompt_ids) + params.max_tokens, self._runner.max_context)
         sequence = TokenSequence(request_id, prompt_ids, max_len=max_len)
         generation = Generation(
-            sequence, params, self._tokenizer, received_ns=received_ns, clock=self._clock
+            sequence,
+            params,
+            self._tokenizer,
+            received_ns=received_ns,
+            guide=None if params.guide is None else self._guides.start(params.guide),
+            clock=self._clock,
         )
         self._add(_Request(sequence, generation))
 
