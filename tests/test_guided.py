@@ -115,6 +115,25 @@ def test_free_calls_are_well_formed_and_text_is_free() -> None:
     assert fits(once, PARIS) and fits(once, "no call")
 
 
+def test_calls_or_json() -> None:
+    text = JsonGuide(schema='{"type": "integer"}')
+    for tool_format, call in (("hermes", STOP), ("llama3", '{"name": "stop", "parameters": {}}')):
+        guide = ToolGuide(tools=TOOLS, text=text)
+        assert fits(guide, "12", tool_format) and fits(guide, call, tool_format)
+        assert not fits(guide, "hello", tool_format)
+
+
+def test_keywords_that_cannot_be_enforced() -> None:
+    value = json.dumps({"type": "integer", "not": {"const": 3}})
+    assert fits(JsonGuide(schema=value, strict=False), "3")
+    with pytest.raises(InvalidRequestError, match="not"):
+        start(JsonGuide(schema=value))
+    parameters = json.dumps({"type": "object", "not": {}})
+    start(ToolGuide(tools=(ToolSpec(name="f", parameters=parameters),)))
+    with pytest.raises(InvalidRequestError, match="not"):
+        start(ToolGuide(tools=(ToolSpec(name="f", parameters=parameters, strict=True),)))
+
+
 def test_calls_of_llama() -> None:
     call = '{"name": "stop", "parameters": {}}'
     assert fits(ToolGuide(tools=TOOLS, required=True), call, "llama3")

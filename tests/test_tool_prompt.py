@@ -98,9 +98,9 @@ def test_a_template_with_tools_gets_them_as_data() -> None:
             "parameters": json.loads(WEATHER.parameters),
         },
     }
-    assert f"<tools>{json.dumps(row, ensure_ascii=False)}\n</tools>" in text
+    assert f"<tools>{json.dumps(row, ensure_ascii=False)}</tools>" in text
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-    assert f"Let me see.\n{call}\n{call}<|im_end|>" in text
+    assert f"Let me see.{call}{call}<|im_end|>" in text
     assert "<|im_start|>tool\nsunny<|im_end|>" in text
     assert "You may call functions" not in text
 
