@@ -246,8 +246,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_sequences`` requests run at once, each of ``max_context`` tokens at most (None: the
     model's own limit); ``max_waiting`` more may wait. ``kv_cache_tokens`` is the size of the KV
     pool that they and the prefix cache share (None: 2,048 for each of ``max_sequences``, or one
-    whole context if that is more). ``kv_dtype`` is how keys and values are kept. Raises ValueError
-    for impossible numbers.
+    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``standby`` keeps a
+    second process that has loaded its code (some 200 MB) and needs only the model when the first
+    one dies. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -258,6 +259,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     kv_dtype: KvDtype = "float32"
     policy: PolicyName = "deadline"
+    standby: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "max_sequences", "max_waiting"):

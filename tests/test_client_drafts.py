@@ -25,7 +25,15 @@ from llm_core import (
     TextDelta,
 )
 from llm_core.client import Reply
-from tests.test_client import ENDLESS, assert_nothing_left, config, pid_of, read, user
+from tests.test_client import (
+    ENDLESS,
+    assert_nothing_left,
+    child_pids,
+    config,
+    pid_of,
+    read,
+    user,
+)
 from tests.tiny_model import write_tiny_gguf
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -146,3 +154,20 @@ async def test_pins_and_the_process_come_back_by_themselves(
     assert isinstance(events[0], FirstToken)
     assert events[0].cached_tokens >= pinned.prompt_tokens
     await assert_nothing_left(client)
+
+
+async def test_a_process_in_reserve_takes_over(tmp_path: Path) -> None:
+    children = child_pids()
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    client = await EngineClient.start(config(path, max_context=100, standby=True))
+    assert client._spare is not None
+    spare_pid = client._spare.pid
+    os.kill(pid_of(client), signal.SIGKILL)
+    with pytest.raises(EngineDiedError):
+        await client.stats()
+    assert client.info.num_layers == 2, "known while the next one loads"
+    await client.restart()
+    assert pid_of(client) == spare_pid
+    await assert_nothing_left(client)
+    await client.close()
+    assert child_pids() == children
