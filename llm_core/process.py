@@ -32,6 +32,7 @@ from llm_core.messages import (
     ModelInfo,
     PrefillResult,
     TextDelta,
+    TokenLogprob,
 )
 
 logger = logging.getLogger("llm_core.client")
@@ -52,6 +53,7 @@ class Stream:
         self._is_draft = is_draft
         self._first: FirstToken | None = None
         self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
         self._num_tokens = 0
         self._final: Final | LlmError | None = None
         self._computed: PrefillResult | None = None
@@ -72,6 +74,7 @@ class Stream:
             self._first = event
         elif isinstance(event, TextDelta):
             self._texts.append(event.text)
+            self._logprobs.extend(event.logprobs)
             self._num_tokens = event.num_tokens
         elif self._final is None:
             self._final = event
@@ -86,8 +89,9 @@ class Stream:
             return first
         if self._texts:
             text, self._texts = "".join(self._texts), []
+            logprobs, self._logprobs = tuple(self._logprobs), []
             self._settle()
-            return TextDelta(text=text, num_tokens=self._num_tokens)
+            return TextDelta(text=text, num_tokens=self._num_tokens, logprobs=logprobs)
         final = self._final
         assert final is not None, "changed is set only while something waits"
         if isinstance(final, LlmError):
@@ -130,12 +134,10 @@ class EngineProcess:
         self._has_ended = False
 
     @classmethod
-    async def start(
-        cls, config: EngineConfig, timeout_s: float, on_death: Callable[[], None]
-    ) -> EngineProcess:
-        """Spawns the process and waits until its model is loaded. Raises ModelLoadError.
+    async def spawn(cls, config: EngineConfig, on_death: Callable[[], None]) -> EngineProcess:
+        """A process without a model: it has, or will have, loaded its code. Raises ModelLoadError.
 
-        ``on_death`` is called once, if it ends after that without having been closed.
+        ``on_death`` is called once, if it ends after ``load`` without having been closed.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
@@ -155,21 +157,27 @@ class EngineProcess:
                     raise ModelLoadError(message) from error
                 raise
         # From here on ``close`` ends the process; nothing may wait in between.
-        engine = cls(process, reader, writer, on_death)
+        return cls(process, reader, writer, on_death)
+
+    async def load(self, config: EngineConfig, timeout_s: float) -> None:
+        """Waits until the model is loaded; a process that fails is ended. Raises ModelLoadError."""
         try:
             async with asyncio.timeout(timeout_s):
-                await engine._load(config)
+                await self._load(config)
         except TimeoutError as error:
-            await engine.close()
+            await self.close()
             raise ModelLoadError(f"the engine was not ready after {timeout_s:g} s") from error
         except BaseException:
-            await engine.close()
+            await self.close()
             raise
-        return engine
+
+    @property
+    def has_exited(self) -> bool:
+        return self._process.returncode is not None
 
     @property
     def info(self) -> ModelInfo:
-        assert self._info is not None, "start() returns a process that has loaded"
+        assert self._info is not None, "load() has returned"
         return self._info
 
     @property
@@ -346,6 +354,10 @@ def _environment(num_threads: int) -> dict[str, str]:
         environment[name] = str(num_threads)
     environment.setdefault("OMP_WAIT_POLICY", "passive" if num_threads == 1 else "active")
     environment["TOKENIZERS_PARALLELISM"] = "false"
+    # A row of logits is freed and needed again at every step: kept, its pages need no new zeroes
+    # (a sampled token takes 0.15 ms instead of 0.32 at 49k tokens).
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     ours = str(Path(__file__).resolve().parent.parent)
     others = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ours}{os.pathsep}{others}" if others else ours

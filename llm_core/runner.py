@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol, TypedDict
 
 import torch
@@ -15,7 +14,7 @@ from llm_core.config import ModelConfig
 from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
-from llm_core.loading.gguf_model import open_gguf_model
+from llm_core.loading.model_weights import ModelWeights, open_weights
 from llm_core.messages import EngineConfig, KvDtype
 from llm_core.quant.formats import Weight
 from llm_core.quant.linear import choose_formats
@@ -90,20 +89,26 @@ class ModelRunner:
 
     @classmethod
     def load(cls, engine_config: EngineConfig, *, weight_format: str = "auto") -> ModelRunner:
-        """Reads a GGUF file. Raises ModelLoadError."""
-        model_path = engine_config.model_path
-        with open_gguf_model(model_path) as model:
-            kv_tokens = _kv_cache_tokens(engine_config, model.config.context_len)
-            return cls(
-                model.config,
-                model.weights,
-                weight_format=weight_format,
-                num_threads=engine_config.num_threads,
-                num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
-                kv_dtype=engine_config.kv_dtype,
-                max_context=engine_config.max_context,
-                name=Path(model_path).stem,
-            )
+        """Reads a GGUF file or a Hugging Face directory. Raises ModelLoadError."""
+        with open_weights(engine_config.model_path) as model:
+            return cls.of(model, engine_config, weight_format=weight_format)
+
+    @classmethod
+    def of(
+        cls, model: ModelWeights, engine_config: EngineConfig, *, weight_format: str = "auto"
+    ) -> ModelRunner:
+        """Reads the weights of an open model. Raises ModelLoadError."""
+        kv_tokens = _kv_cache_tokens(engine_config, model.config.context_len)
+        return cls(
+            model.config,
+            model.weights,
+            weight_format=weight_format,
+            num_threads=engine_config.num_threads,
+            num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
+            kv_dtype=engine_config.kv_dtype,
+            max_context=engine_config.max_context,
+            name=model.name,
+        )
 
     @property
     def info_fields(self) -> InfoFields:

@@ -16,7 +16,8 @@ import torch
 from llm_core.errors import ModelLoadError
 from llm_core.loading.checkpoint import Checkpoint, read_json
 from llm_core.loading.fields import Fields
-from llm_core.loading.packed import Bits, from_awq, from_compressed, from_gptq, from_int8
+from llm_core.loading.packed import from_awq, from_compressed, from_gptq, from_int8
+from llm_core.quant.codes import Bits
 from llm_core.quant.formats import Weight
 
 Method = Literal["", "gptq", "awq", "compressed-tensors", "fp8"]

@@ -7,16 +7,12 @@ N the output dimension, G the number of groups along K.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from llm_core.quant.grouped import GroupedCodes
+from llm_core.quant.codes import Bits, GroupedCodes
 
-Bits = Literal[4, 8]
 # The AWQ "gemm" layout: the i-th nibble of a word is column _AWQ_ORDER[i] of its eight.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_MIN_GROUP = 32  # smaller ones, and other sizes, no kernel takes
 
 
 def unpack(words: torch.Tensor, bits: Bits) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from llm_core.quant.blocks import BLOCK_BYTES, BLOCK_LEN, BlockKind, BlockTensor
-from llm_core.quant.grouped import GroupedCodes
+from llm_core.quant.codes import GroupedCodes
 
 __all__ = [
     "BLOCK_BYTES",

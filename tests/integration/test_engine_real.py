@@ -22,8 +22,8 @@ from llm_core import (
     SamplingParams,
     TextDelta,
 )
-from llm_core.engine import load_template
 from llm_core.loading.gguf import read_metadata
+from llm_core.model_files import load_template
 from llm_core.tokenizer import Tokenizer as OurTokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
