@@ -227,6 +227,17 @@ def test_where_templates_are(tmp_path: Path) -> None:
         ({"model": {"type": "BPE", "vocab": {}, "merges": 3}}, "model.merges is not a list"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}, "a merge is"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}, "not understood"),
+        (
+            {  # the library panics
+                "model": {
+                    "type": "BPE",
+                    "vocab": {"a": 0, "b": 1, "ab": 2},
+                    "merges": ["a b"],
+                    "continuing_subword_prefix": "a" * 50,
+                }
+            },
+            "not understood: range end index",
+        ),
         ({"added_tokens": [{"id": "x", "content": "y"}]}, "added_tokens is not"),
         ({"pre_tokenizer": {"type": "Unheard"}}, "not understood"),
         ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}, "not understood"),
