@@ -65,13 +65,14 @@ class NativeDecoder:
         self._tensors: list[torch.Tensor] = []  # what the structures point at
         self._matrices: list[PackedMatrix] = []
         self._pool = library.pool(num_threads)
+        self._memory = library.memory()
         tables = rope_tables(config, max_context)
         rotations = [self._floats(torch.view_as_real(table)) for table in tables.tables]
         self._layers = (native.Layer * config.num_layers)()
         for index in range(config.num_layers):
-            self._fill_layer(library, weights, index)
+            self._fill_layer(weights, index)
             self._layers[index].rotations = rotations[tables.layer_table[index]]
-        self._model = self._make_model(library, weights, max_context)
+        self._model = self._make_model(weights, max_context)
         self._session = self._functions.pn_session_create(self._pool.handle, self._model)
         if not self._session:
             raise MemoryError("no memory for the decoder's buffers")
@@ -79,14 +80,23 @@ class NativeDecoder:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of packed matrices; a decode step reads all but an untied embedding."""
-        return sum(matrix.num_bytes for matrix in self._matrices)
+        return self._memory.num_bytes
+
+    @property
+    def weight_format(self) -> str:
+        """What the layers' weights and the head are packed as."""
+        bits = {m.struct.bits for m in self._matrices[: 4 * self.config.num_layers]}
+        layers = "/".join(f"int{b}" for b in sorted(bits))
+        head = f"int{self._model.head.bits}"
+        return layers if layers == head else f"{layers}+{head} head"
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
         """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
 
         Raises IndexError for indices outside their range, MemoryError.
         """
-        segments, block_ids = [], []
+        segments: list[int] = []
+        block_ids: list[int] = []
         for segment in batch.segments:
             if len(segment.block_ids) * cache.block_size < segment.end:
                 raise IndexError(f"{segment} has too few blocks for its positions")
@@ -124,7 +134,7 @@ class NativeDecoder:
         self._profile = self._functions.pn_session_profile(self._session, 1)
 
     def profile_us(self) -> dict[str, float]:
-        """Microseconds by kind of phase since ``start_profile``; phases that never ran are absent."""
+        """Microseconds by kind of phase since ``start_profile``, of those that ran."""
         times = {name: self._profile[i] / 1e3 for i, name in enumerate(native.PHASE_KINDS)}
         return {name: time for name, time in times.items() if time > 0}
 
@@ -132,7 +142,7 @@ class NativeDecoder:
         if getattr(self, "_session", None):
             self._functions.pn_session_destroy(self._session)
 
-    def _fill_layer(self, library: Library, weights: Mapping[str, Weight], index: int) -> None:
+    def _fill_layer(self, weights: Mapping[str, Weight], index: int) -> None:
         config, layer = self.config, self._layers[index]
 
         def get(*names: str) -> list[Weight]:
@@ -141,14 +151,16 @@ class NativeDecoder:
         def norm(name: str) -> int:
             return self._floats(to_float(get(name)[0]))
 
-        qkv = self._keep(pack_stacked(library, get("query", "key", "value")))
+        qkv = self._keep(pack_stacked(self._memory, get("query", "key", "value")))
         if config.attention_bias:
             biases = get("query_bias", "key_bias", "value_bias")
             qkv.set_bias(torch.cat([to_float(bias) for bias in biases]))
         layer.query_key_value = qkv.struct
-        layer.attention_output = self._keep(pack_stacked(library, get("attention_output"))).struct
-        layer.gate_up = self._keep(pack_gated(library, *get("gate", "up"))).struct
-        layer.down = self._keep(pack_stacked(library, get("down"))).struct
+        layer.attention_output = self._keep(
+            pack_stacked(self._memory, get("attention_output"))
+        ).struct
+        layer.gate_up = self._keep(pack_gated(self._memory, *get("gate", "up"))).struct
+        layer.down = self._keep(pack_stacked(self._memory, get("down"))).struct
         layer.attention_norm, layer.ffn_norm = norm("attention_norm"), norm("ffn_norm")
         if config.post_norms:
             layer.attention_post_norm = norm("attention_post_norm")
@@ -157,9 +169,7 @@ class NativeDecoder:
             layer.query_norm, layer.key_norm = norm("query_norm"), norm("key_norm")
         layer.window = config.window_of(index) or 0
 
-    def _make_model(
-        self, library: Library, weights: Mapping[str, Weight], max_context: int
-    ) -> native.Model:
+    def _make_model(self, weights: Mapping[str, Weight], max_context: int) -> native.Model:
         config = self.config
         model = native.Model(
             layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
@@ -180,7 +190,7 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap or 0.0,
         )
         head_name = "embedding" if config.tie_embeddings else "head"
-        model.head = self._keep(pack_stacked(library, [weights[head_name]])).struct
+        model.head = self._keep(pack_stacked(self._memory, [weights[head_name]])).struct
         if config.tie_embeddings:
             model.embedding_matrix = model.head
             return model
@@ -190,7 +200,7 @@ class NativeDecoder:
             self._tensors.append(kept)
             model.embedding, model.embedding_type = kept.data_ptr(), _FLOAT_TYPES[kept.dtype]
         else:
-            model.embedding_matrix = self._keep(pack_stacked(library, [embedding])).struct
+            model.embedding_matrix = self._keep(pack_stacked(self._memory, [embedding])).struct
         return model
 
     def _keep(self, matrix: PackedMatrix) -> PackedMatrix:

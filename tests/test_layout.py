@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer_json",),
         ("scheduler", "runner", "tokenizer", "chat_template", "detokenizer"),
         ("text_pipeline",),
-        ("speculative", "sampler"),
+        ("speculative", "sampler", "model_choice"),
         ("decoder", "native_decoder"),
         ("rope",),
         ("quant", "loading", "batch", "kv_cache"),

@@ -7,6 +7,13 @@ everything works without it.
 from __future__ import annotations
 
 from kernels.native.build import NativeUnavailableError
-from kernels.native.library import Library, PackedMatrix, load
+from kernels.native.library import Library, PackedMatrix, ThreadPool, WeightMemory, load
 
-__all__ = ["Library", "NativeUnavailableError", "PackedMatrix", "load"]
+__all__ = [
+    "Library",
+    "NativeUnavailableError",
+    "PackedMatrix",
+    "ThreadPool",
+    "WeightMemory",
+    "load",
+]

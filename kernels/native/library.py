@@ -27,6 +27,8 @@ PHASE_KINDS = (
     *("inner quantise", "down", "ffn post norm", "final norm", "head"),
 )
 _HAS_ZERO = 1
+_PIECE_BYTES = 64 << 20
+_PAGE_BYTES = 2 << 20
 
 
 class Matrix(Structure):
@@ -140,12 +142,11 @@ class Library:
             theirs = self.functions.pn_layout(index)
             assert theirs == ctypes.sizeof(structure), f"{structure.__name__} differs from parley.h"
         self.instructions: str = self.functions.pn_instructions().decode()
+        self.has_vector_products = self.instructions != "portable C"
 
-    def matrix(
-        self, num_out: int, num_in: int, *, bits: int, has_zero: bool, offset: int, log2_scale: int
-    ) -> PackedMatrix:
-        """Room for a matrix; see ``PackedMatrix.pack``."""
-        return PackedMatrix(self, num_out, num_in, bits, has_zero, offset, log2_scale)
+    def memory(self) -> WeightMemory:
+        """Where the matrices of one model go."""
+        return WeightMemory(self)
 
     def pool(self, num_threads: int, spin_us: int = SPIN_US) -> ThreadPool:
         """Threads for ``pn_matmul`` and sessions; one caller at a time."""
@@ -166,15 +167,53 @@ class ThreadPool:
             self._library.functions.pn_pool_destroy(self.handle)
 
 
+class WeightMemory:
+    """Matrices one after another, in the order they are made, in a few large pieces.
+
+    Pieces become resident only where they are written. They are freed with this object, which
+    every matrix keeps.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.num_bytes = 0  # of matrices
+        self._pieces: list[tuple[int, int]] = []  # address, bytes
+        self._next, self._end = 0, 0
+
+    def matrix(
+        self, num_out: int, num_in: int, *, bits: int, has_zero: bool, offset: int, log2_scale: int
+    ) -> PackedMatrix:
+        """Room for a matrix; see ``PackedMatrix.pack``. Raises MemoryError."""
+        return PackedMatrix(self, num_out, num_in, bits, has_zero, offset, log2_scale)
+
+    def take(self, num_bytes: int) -> int:
+        """The address of so many zeroed bytes, aligned to 64. Raises MemoryError."""
+        if self._next + num_bytes > self._end:
+            size = -(-max(num_bytes, _PIECE_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+            address = self.library.functions.pn_memory_map(size)
+            if not address:
+                raise MemoryError(f"no memory for {num_bytes} bytes of packed weights")
+            self._pieces.append((address, size))
+            self._next, self._end = address, address + size
+        taken = self._next
+        self._next += -(-num_bytes // 64) * 64
+        self.num_bytes += num_bytes
+        return taken
+
+    def __del__(self) -> None:
+        for address, size in self._pieces:
+            self.library.functions.pn_memory_unmap(address, size)
+
+
 class PackedMatrix:
-    """A matrix [num_out, num_in] in the library's packed form, in memory of its own.
+    """A matrix [num_out, num_in] in the library's packed form.
 
     A weight is ((code - offset) * scale + zero) * 2 ** -log2_scale, scale and zero in float16.
     """
 
     def __init__(
         self,
-        library: Library,
+        memory: WeightMemory,
         num_out: int,
         num_in: int,
         bits: int,
@@ -183,15 +222,13 @@ class PackedMatrix:
         log2_scale: int,
     ) -> None:
         assert bits in (4, 8)
-        self._functions = library.functions
+        self._memory = memory
+        self._functions = memory.library.functions
         num_tiles, num_groups = -(-num_out // TILE), -(-num_in // GROUP)
         record_bytes = (128 if bits == 4 else 256) + (32 if has_zero else 16)
-        self.num_bytes = num_tiles * num_groups * record_bytes
-        data = self._functions.pn_memory_map(self.num_bytes)
-        if not data:
-            raise MemoryError(f"no memory for {self.num_bytes} bytes of packed weights")
         self.struct = Matrix(
-            data=data,
+            # The last tiles' prefetches reach beyond a matrix, which is allowed everywhere.
+            data=memory.take(num_tiles * num_groups * record_bytes),
             num_out=num_out,
             num_in=num_in,
             num_tiles=num_tiles,
@@ -268,11 +305,6 @@ class PackedMatrix:
         if result != 0:
             raise MemoryError("no memory for quantised activations")
         return out
-
-    def __del__(self) -> None:
-        struct = getattr(self, "struct", None)
-        if struct is not None and struct.data:
-            self._functions.pn_memory_unmap(struct.data, self.num_bytes)
 
 
 def load(cache_dir: Path, *, is_scalar: bool = False) -> Library:

@@ -14,6 +14,22 @@
 
 #ifdef PN_AVX2
 
+enum { PREFETCH_BYTES = 1536 };
+
+/* 8 bits times 8 bits, added up: in 32 bits with VNNI, else in 16; WIDEN makes it 32 bits. */
+#ifdef PN_VNNI
+#define ADD_PRODUCTS(sum, codes, x) ((sum) = PN_DPBUSD(sum, codes, x))
+#define WIDEN(sum, factor) (sum)
+#else
+/* The empty statement keeps the sum in a register: GCC would add products first, and spill. */
+#define ADD_PRODUCTS(sum, codes, x)                                              \
+    do {                                                                         \
+        (sum) = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));           \
+        __asm__("" : "+x"(sum));                                                 \
+    } while (0)
+#define WIDEN(sum, factor) _mm256_madd_epi16(sum, _mm256_set1_epi16(factor))
+#endif
+
 INLINE __m256i four_inputs(const int8_t *codes) {
     int32_t four;
     memcpy(&four, codes, 4);
@@ -32,108 +48,115 @@ INLINE f8 add_group(f8 sum, __m256i dot, f8 scale, f8 zero, const float *meta, f
     return _mm256_fmadd_ps(value, scale * f8_all(meta[0]), sum);
 }
 
-INLINE void tile_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                      int pitch, int num_rows, f8 *sums, int has_zero) {
-    const __m256i half = _mm256_set1_epi8(15);
+INLINE __m256i low_halves(__m256i codes) {
+    return _mm256_and_si256(codes, _mm256_set1_epi8(15));
+}
+INLINE __m256i high_halves(__m256i codes) {
+    return _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+}
+
+INLINE void prefetch_record(const uint8_t *w, int record_bytes) {
+    for (int at = 0; at < record_bytes; at += 64)
+        _mm_prefetch((const char *)w + PREFETCH_BYTES + at, _MM_HINT_T0);
+}
+
+/* The loops over a group's vectors stay rolled: unrolled, the compiler moves all their loads to
+ * the front and spills the sums. */
+INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
+                       const float *meta, int pitch, int num_rows, int num_tiles, f8 *result,
+                       int has_zero) {
+    f8 sums[8];
+    const int num_groups = m->num_groups, record_bytes = m->record_bytes;
     const float offset = m->offset;
-#ifndef PN_VNNI
-    const __m256i ones = _mm256_set1_epi16(1);
-#endif
-    for (int r = 0; r < num_rows; r++) sums[r] = f8_all(0);
-    for (int g = 0; g < m->num_groups; g++) {
-        __m256i low[4], high[4];
-#pragma GCC unroll 4
+    for (int i = 0; i < num_tiles * num_rows; i++) sums[i] = f8_all(0);
+    for (int g = 0; g < num_groups; g++) {
+        __m256i dot[4][2];
+        for (int r = 0; r < num_rows; r++)
+            for (int t = 0; t < num_tiles; t++) dot[r][t] = _mm256_setzero_si256();
+#pragma GCC unroll 1
         for (int v = 0; v < 4; v++) {
-            __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
-            low[v] = _mm256_and_si256(both, half);
-            high[v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), half);
-        }
-        f8 scale = f8_from_half((const uint16_t *)(w + 128));
-        f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + 144)) : f8_all(0);
-        _mm_prefetch((const char *)w + 2048, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + 2048 + 64, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + 2048 + 128, _MM_HINT_T0);
-        w += m->record_bytes;
-        for (int r = 0; r < num_rows; r++) {
-            const int8_t *x = q + r * PN_GROUP;
-            __m256i dot;
-#ifdef PN_VNNI
-            dot = _mm256_setzero_si256();
-#pragma GCC unroll 4
-            for (int v = 0; v < 4; v++) {
-                dot = PN_DPBUSD(dot, low[v], four_inputs(x + 8 * v));
-                dot = PN_DPBUSD(dot, high[v], four_inputs(x + 8 * v + 4));
+            __m256i low[2], high[2];
+            for (int t = 0; t < num_tiles; t++) {
+                __m256i codes = _mm256_loadu_si256((const __m256i *)(w + t * tile_bytes + 32 * v));
+                low[t] = low_halves(codes);
+                high[t] = high_halves(codes);
             }
-#else
-            __m256i even = _mm256_maddubs_epi16(low[0], four_inputs(x));
-            __m256i odd = _mm256_maddubs_epi16(high[0], four_inputs(x + 4));
-#pragma GCC unroll 4
-            for (int v = 1; v < 4; v++) {
-                even = _mm256_add_epi16(even, _mm256_maddubs_epi16(low[v], four_inputs(x + 8 * v)));
-                odd = _mm256_add_epi16(odd,
-                                       _mm256_maddubs_epi16(high[v], four_inputs(x + 8 * v + 4)));
+            for (int r = 0; r < num_rows; r++) {
+                __m256i first = four_inputs(q + r * PN_GROUP + 8 * v);
+                __m256i second = four_inputs(q + r * PN_GROUP + 8 * v + 4);
+                for (int t = 0; t < num_tiles; t++) {
+                    ADD_PRODUCTS(dot[r][t], low[t], first);
+                    ADD_PRODUCTS(dot[r][t], high[t], second);
+                }
             }
-            dot = _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones);
-#endif
-            sums[r] = add_group(sums[r], dot, scale, zero, meta + 4 * r, offset, has_zero);
         }
+        f8 scale[2], zero[2];
+        for (int t = 0; t < num_tiles; t++) {
+            const uint16_t *scales = (const uint16_t *)(w + t * tile_bytes + 128);
+            scale[t] = f8_from_half(scales);
+            zero[t] = has_zero ? f8_from_half(scales + PN_TILE) : f8_all(0);
+            prefetch_record(w + t * tile_bytes, 160);
+        }
+        for (int r = 0; r < num_rows; r++)
+            for (int t = 0; t < num_tiles; t++)
+                sums[r * num_tiles + t] =
+                    add_group(sums[r * num_tiles + t], WIDEN(dot[r][t], 1), scale[t], zero[t],
+                              meta + 4 * r, offset, has_zero);
+        w += record_bytes;
         q += pitch * PN_GROUP;
         meta += pitch * 4;
     }
+    for (int i = 0; i < num_tiles * num_rows; i++) result[i] = sums[i];
 }
 
-INLINE void tile_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                      int pitch, int num_rows, f8 *sums, int has_zero) {
+/* One tile: low and high halves need a sum each. */
+INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                       int pitch, int num_rows, f8 *result, int has_zero) {
+    f8 sums[4];
+    const int num_groups = m->num_groups, record_bytes = m->record_bytes;
     const float offset = m->offset;
-#ifndef PN_VNNI
-    const __m256i half = _mm256_set1_epi8(15);
-    const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
-#endif
-    for (int r = 0; r < num_rows; r++) sums[r] = f8_all(0);
-    for (int g = 0; g < m->num_groups; g++) {
-        __m256i low[4], high[4]; /* of each row; at most 4 rows */
+    for (int i = 0; i < num_rows; i++) sums[i] = f8_all(0);
+    for (int g = 0; g < num_groups; g++) {
+        __m256i low[4], high[4];
         for (int r = 0; r < num_rows; r++) low[r] = high[r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
+#pragma GCC unroll 1
         for (int v = 0; v < 8; v++) {
             __m256i codes = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
-#ifndef PN_VNNI
-            __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), half);
-            codes = _mm256_and_si256(codes, half);
-#endif
+#ifdef PN_VNNI
+            for (int r = 0; r < num_rows; r++)
+                low[r] = PN_DPBUSD(low[r], codes, four_inputs(q + r * PN_GROUP + 4 * v));
+#else
+            __m256i lower = low_halves(codes), upper = high_halves(codes);
             for (int r = 0; r < num_rows; r++) {
                 __m256i x = four_inputs(q + r * PN_GROUP + 4 * v);
-#ifdef PN_VNNI
-                low[r] = PN_DPBUSD(low[r], codes, x);
-#else
-                low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(codes, x));
-                high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(upper, x));
-#endif
+                ADD_PRODUCTS(low[r], lower, x);
+                ADD_PRODUCTS(high[r], upper, x);
             }
+#endif
         }
         f8 scale = f8_from_half((const uint16_t *)(w + 256));
         f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + 272)) : f8_all(0);
-        for (int i = 0; i < 5; i++) _mm_prefetch((const char *)w + 2048 + 64 * i, _MM_HINT_T0);
-        w += m->record_bytes;
+        prefetch_record(w, 288);
         for (int r = 0; r < num_rows; r++) {
-#ifdef PN_VNNI
-            __m256i dot = low[r];
-#else
-            __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(low[r], ones),
-                                           _mm256_madd_epi16(high[r], sixteens));
+            __m256i dot = WIDEN(low[r], 1);
+#ifndef PN_VNNI
+            dot = _mm256_add_epi32(dot, WIDEN(high[r], 16));
 #endif
             sums[r] = add_group(sums[r], dot, scale, zero, meta + 4 * r, offset, has_zero);
         }
+        w += record_bytes;
         q += pitch * PN_GROUP;
         meta += pitch * 4;
     }
+    for (int i = 0; i < num_rows; i++) result[i] = sums[i];
 }
 
 #else /* portable */
 
-INLINE void tile_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                     int pitch, int num_rows, f8 *sums, int has_zero, int is_4bit) {
-    int code_bytes = is_4bit ? 128 : 256;
-    for (int r = 0; r < num_rows; r++) sums[r] = f8_all(0);
+INLINE void block_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                      int pitch, int num_rows, int stride, f8 *sums, int has_zero) {
+    int is_4bit = m->bits == 4, code_bytes = is_4bit ? 128 : 256;
+    for (int r = 0; r < num_rows; r++) sums[r * stride] = f8_all(0);
     for (int g = 0; g < m->num_groups; g++) {
         f8 scale = f8_from_half((const uint16_t *)(w + code_bytes));
         f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + code_bytes + 16)) : f8_all(0);
@@ -150,13 +173,13 @@ INLINE void tile_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, cons
                 dot[n] = total;
             }
             const float *row_meta = meta + 4 * r;
-            f8 value = __builtin_convertvector(dot, f8);
+            f8 value = __builtin_convertvector(dot, f8), *sum = sums + r * stride;
             if (has_zero) {
-                sums[r] += zero * f8_all(row_meta[2]);
+                *sum += zero * f8_all(row_meta[2]);
             } else {
                 value -= f8_all(m->offset * row_meta[1]);
             }
-            sums[r] += value * (scale * f8_all(row_meta[0]));
+            *sum += value * (scale * f8_all(row_meta[0]));
         }
         w += m->record_bytes;
         q += pitch * PN_GROUP;
@@ -164,61 +187,71 @@ INLINE void tile_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, cons
     }
 }
 
-INLINE void tile_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                      int pitch, int num_rows, f8 *sums, int has_zero) {
-    tile_any(m, w, q, meta, pitch, num_rows, sums, has_zero, 1);
+INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
+                       const float *meta, int pitch, int num_rows, int num_tiles, f8 *sums,
+                       int has_zero) {
+    for (int t = 0; t < num_tiles; t++)
+        block_any(m, w + t * tile_bytes, q, meta, pitch, num_rows, num_tiles, sums + t, has_zero);
 }
 
-INLINE void tile_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                      int pitch, int num_rows, f8 *sums, int has_zero) {
-    tile_any(m, w, q, meta, pitch, num_rows, sums, has_zero, 0);
+INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                       int pitch, int num_rows, f8 *sums, int has_zero) {
+    block_any(m, w, q, meta, pitch, num_rows, 1, sums, has_zero);
 }
 
 #endif
 
-/* A form for each small row count keeps its sums in registers; above, they live in the L1 cache. */
-#define FEW_ROWS(kernel, has_zero)                                           \
-    switch (num_rows) {                                                      \
-    case 1: kernel(m, w, q, meta, pitch, 1, sums, has_zero); return;         \
-    case 2: kernel(m, w, q, meta, pitch, 2, sums, has_zero); return;         \
-    case 3: kernel(m, w, q, meta, pitch, 3, sums, has_zero); return;         \
-    case 4: kernel(m, w, q, meta, pitch, 4, sums, has_zero); return;         \
-    default: break;                                                          \
+/* One form for each small number of rows, so that sums stay in registers. */
+#define FOR_ROWS(call, has_zero)       \
+    switch (num_rows) {                \
+    case 1: call(1, has_zero); return; \
+    case 2: call(2, has_zero); return; \
+    case 3: call(3, has_zero); return; \
+    default: call(4, has_zero); return;\
     }
+#define CALL_PAIR(n, has_zero) block_4bit(m, w, tile_bytes, q, meta, pitch, n, 2, sums, has_zero)
+#define CALL_SINGLE(n, has_zero) block_4bit(m, w, tile_bytes, q, meta, pitch, n, 1, sums, has_zero)
+#define CALL_8BIT(n, has_zero) block_8bit(m, w, q, meta, pitch, n, sums, has_zero)
 
-static void rows_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                      int pitch, int num_rows, f8 *sums) {
-    if (m->flags & PN_HAS_ZERO) {
-        FEW_ROWS(tile_4bit, 1)
-        tile_4bit(m, w, q, meta, pitch, num_rows, sums, 1);
-    } else {
-        FEW_ROWS(tile_4bit, 0)
-        tile_4bit(m, w, q, meta, pitch, num_rows, sums, 0);
-    }
+static void pair_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
+                      const float *meta, int pitch, int num_rows, f8 *sums) {
+    if (m->flags & PN_HAS_ZERO) FOR_ROWS(CALL_PAIR, 1)
+    FOR_ROWS(CALL_PAIR, 0)
 }
 
-static void up_to_4_rows_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q,
-                              const float *meta, int pitch, int num_rows, f8 *sums) {
-    if (m->flags & PN_HAS_ZERO) {
-        FEW_ROWS(tile_8bit, 1)
-    } else {
-        FEW_ROWS(tile_8bit, 0)
-    }
+static void single_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
+                        const float *meta, int pitch, int num_rows, f8 *sums) {
+    if (m->flags & PN_HAS_ZERO) FOR_ROWS(CALL_SINGLE, 1)
+    FOR_ROWS(CALL_SINGLE, 0)
 }
 
-static void tile_rows(const pn_matrix *m, int tile, const pn_activations *x, int64_t block,
-                      int num_rows, f8 *sums) {
-    const uint8_t *w = m->data + (int64_t)tile * m->num_groups * m->record_bytes;
-    int64_t record = block * m->num_groups * x->pitch;
+static void single_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                        int pitch, int num_rows, f8 *sums) {
+    if (m->flags & PN_HAS_ZERO) FOR_ROWS(CALL_8BIT, 1)
+    FOR_ROWS(CALL_8BIT, 0)
+}
+
+/* sums[r][t] of up to 4 rows of block `block` from row `row` on, and of one or two tiles. */
+static void multiply_tiles(const pn_matrix *m, int tile, int num_tiles, const pn_activations *x,
+                           int64_t block, int row, int num_rows, f8 sums[4][2]) {
+    int64_t tile_bytes = (int64_t)m->num_groups * m->record_bytes;
+    const uint8_t *w = m->data + tile * tile_bytes;
+    int64_t record = block * m->num_groups * x->pitch + row;
     const int8_t *q = x->codes + record * PN_GROUP;
     const float *meta = x->meta + record * 4;
-    if (m->bits == 4) {
-        rows_4bit(m, w, q, meta, x->pitch, num_rows, sums);
+    f8 flat[8];
+    if (m->bits == 4 && num_tiles == 2) {
+        pair_4bit(m, w, tile_bytes, q, meta, x->pitch, num_rows, flat);
+        for (int r = 0; r < num_rows; r++) sums[r][0] = flat[2 * r], sums[r][1] = flat[2 * r + 1];
         return;
     }
-    for (int r = 0; r < num_rows; r += 4) {
-        int rows = num_rows - r < 4 ? num_rows - r : 4;
-        up_to_4_rows_8bit(m, w, q + r * PN_GROUP, meta + r * 4, x->pitch, rows, sums + r);
+    for (int t = 0; t < num_tiles; t++, w += tile_bytes) {
+        if (m->bits == 4) {
+            single_4bit(m, w, tile_bytes, q, meta, x->pitch, num_rows, flat);
+        } else {
+            single_8bit(m, w, q, meta, x->pitch, num_rows, flat);
+        }
+        for (int r = 0; r < num_rows; r++) sums[r][t] = flat[r];
     }
 }
 
@@ -251,27 +284,27 @@ INLINE f8 scaled(const pn_matrix *m, f8 sum, int tile) {
  * even, and what is stored is activation(gate) * up, num_out outputs in all. */
 void pn_matmul_tiles(const pn_matrix *m, const pn_activations *x, int num_rows, int first_tile,
                      int end_tile, const pn_epilogue *e) {
-    f8 sums[PN_ROW_BLOCK], ups[PN_ROW_BLOCK];
-    for (int row = 0; row < num_rows; row += PN_ROW_BLOCK) {
-        int rows = num_rows - row < PN_ROW_BLOCK ? num_rows - row : PN_ROW_BLOCK;
-        int64_t block = row / PN_ROW_BLOCK;
-        float *out = e->out + row * e->stride;
-        if (e->mode == PN_GATED) {
-            for (int tile = first_tile; tile < end_tile; tile += 2) {
-                tile_rows(m, tile, x, block, rows, sums);
-                tile_rows(m, tile + 1, x, block, rows, ups);
+    f8 sums[4][2];
+    for (int start = 0; start < num_rows; start += PN_ROW_BLOCK) {
+        int end = num_rows - start < PN_ROW_BLOCK ? num_rows : start + PN_ROW_BLOCK;
+        for (int tile = first_tile; tile < end_tile; tile += 2) {
+            int num_tiles = end_tile - tile < 2 ? 1 : 2;
+            for (int row = start; row < end; row += 4) {
+                int rows = end - row < 4 ? end - row : 4;
+                multiply_tiles(m, tile, num_tiles, x, start / PN_ROW_BLOCK, row - start, rows,
+                               sums);
                 for (int r = 0; r < rows; r++) {
-                    f8 gate = activate(scaled(m, sums[r], tile), e->activation);
-                    leave(m, gate * scaled(m, ups[r], tile + 1), tile / 2 * PN_TILE, e,
-                          out + r * e->stride);
+                    float *out = e->out + (row + r) * e->stride;
+                    if (e->mode == PN_GATED) {
+                        f8 gate = activate(scaled(m, sums[r][0], tile), e->activation);
+                        leave(m, gate * scaled(m, sums[r][1], tile + 1), tile / 2 * PN_TILE, e,
+                              out);
+                        continue;
+                    }
+                    for (int t = 0; t < num_tiles; t++)
+                        leave(m, scaled(m, sums[r][t], tile + t), (tile + t) * PN_TILE, e, out);
                 }
             }
-            continue;
-        }
-        for (int tile = first_tile; tile < end_tile; tile++) {
-            tile_rows(m, tile, x, block, rows, sums);
-            for (int r = 0; r < rows; r++)
-                leave(m, scaled(m, sums[r], tile), tile * PN_TILE, e, out + r * e->stride);
         }
     }
 }

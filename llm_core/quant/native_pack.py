@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.native import Library, PackedMatrix
+from kernels.native import PackedMatrix, WeightMemory
 from kernels.native.library import GROUP, TILE
 from llm_core.quant.formats import Weight
 from llm_core.quant.grouped import GroupedCodes, quantize_grouped, to_grouped
@@ -40,12 +40,12 @@ class _Unsigned:
         return _Unsigned(self.codes, self.scale, -self.offset * self.scale, self.bits, 0)
 
 
-def pack_stacked(library: Library, weights: Sequence[Weight]) -> PackedMatrix:
+def pack_stacked(memory: WeightMemory, weights: Sequence[Weight]) -> PackedMatrix:
     """[N1, K], [N2, K], ... as one matrix [N1 + N2 + ..., K]. Raises ValueError for weights that
     are not finite."""
     num_in = weights[0].shape[1]
     parts = _alike([_unsigned(weight) for weight in weights])
-    matrix = _room(library, sum(weight.shape[0] for weight in weights), num_in, parts)
+    matrix = _room(memory, sum(weight.shape[0] for weight in weights), num_in, parts)
     first_row = 0
     for part in parts:
         _pack(matrix, part, first_row, 1)
@@ -53,18 +53,20 @@ def pack_stacked(library: Library, weights: Sequence[Weight]) -> PackedMatrix:
     return matrix
 
 
-def pack_gated(library: Library, gate: Weight, up: Weight) -> PackedMatrix:
+def pack_gated(memory: WeightMemory, gate: Weight, up: Weight) -> PackedMatrix:
     """Two matrices [N, K], tile by tile in turn; the result's num_out is N (see GATED)."""
     parts = _alike([_unsigned(gate), _unsigned(up)])
     padded = -(-gate.shape[0] // TILE) * TILE
-    matrix = _room(library, 2 * padded, gate.shape[1], parts)
+    matrix = _room(memory, 2 * padded, gate.shape[1], parts)
     for index, part in enumerate(parts):
         _pack(matrix, part, index * TILE, 2)
     matrix.struct.num_out = gate.shape[0]
     return matrix
 
 
-def _room(library: Library, num_out: int, num_in: int, parts: Sequence[_Unsigned]) -> PackedMatrix:
+def _room(
+    memory: WeightMemory, num_out: int, num_in: int, parts: Sequence[_Unsigned]
+) -> PackedMatrix:
     largest = max(
         float(values.abs().max())
         for p in parts
@@ -73,7 +75,7 @@ def _room(library: Library, num_out: int, num_in: int, parts: Sequence[_Unsigned
     )
     if not math.isfinite(largest):
         raise ValueError("weight has a scale or zero point that is not finite")
-    return library.matrix(
+    return memory.matrix(
         num_out,
         num_in,
         bits=parts[0].bits,
