@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
-from llm_core.errors import (
-    InvalidRequestError,
-    LlmError,
-    PromptTooLongError,
-    RequestTimeoutError,
-)
-from llm_core.generation import Generation
+from llm_core.errors import InvalidRequestError, LlmError, RequestTimeoutError
 from llm_core.messages import (
     ChatMessage,
     EngineConfig,
     EngineStats,
     GenerationEvent,
     ModelInfo,
-    Overflow,
     PolicyName,
     PrefillResult,
     RequestOptions,
@@ -35,28 +27,14 @@ from llm_core.messages import (
 )
 from llm_core.model_files import open_model
 from llm_core.policy import make_policy
-from llm_core.prompt import Prompt, PromptBuilder
+from llm_core.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.runner import ModelRunner
-from llm_core.sampler import FloatRow, validate_params
+from llm_core.sampler import FloatRow
 from llm_core.scheduler import Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.tokenizer import Tokenizer
 
 Output = tuple[int, GenerationEvent | PrefillResult | LlmError]
-
-_NO_OPTIONS = RequestOptions()
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request while it waits or runs. ``generation`` is None for prefill-only requests and for
-    drafts, whose ``revision`` counts how often their text was replaced."""
-
-    sequence: TokenSequence
-    generation: Generation | None = None
-    expires_ns: int | None = None
-    overflow: Overflow = "refuse"
-    revision: int = 0
 
 
 class Engine:
@@ -73,7 +51,7 @@ class Engine:
         policy: PolicyName = "deadline",
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.info = ModelInfo(**runner.info_fields)
+        self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(
             BlockTables(runner.num_blocks, runner.block_size),
             make_policy(policy),
@@ -81,18 +59,20 @@ class Engine:
             max_waiting=max_waiting,
         )
         self._runner = runner
-        self._tokenizer = tokenizer
-        self._prompts = PromptBuilder(tokenizer, template, runner.max_context)
+        self._vocab_size = tokenizer.vocab_size
+        self._make = RequestMaker(tokenizer, template, runner.max_context, clock)
         self._clock = clock
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
+        self._pinned: list[TokenSequence] = []
         self._num_timeouts = 0
+        self._limit_length()
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
         """Reads the model's files. Raises ModelLoadError."""
         with open_model(config.model_path) as opened:
             runner = ModelRunner.of(opened.model, config)
-        return cls(
+        engine = cls(
             runner,
             opened.tokenizer,
             opened.template,
@@ -100,6 +80,8 @@ class Engine:
             max_waiting=config.max_waiting,
             policy=config.policy,
         )
+        engine._make.guides.prepare()
+        return engine
 
     @property
     def has_work(self) -> bool:
@@ -112,16 +94,18 @@ class Engine:
         params: SamplingParams,
         *,
         received_ns: int,
-        options: RequestOptions = _NO_OPTIONS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Queues a generation. ``max_tokens`` is cut to the context that the prompt leaves.
 
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
-        validate_params(params)
-        prompt = self._build(messages, self._reply_len(params), options.overflow)
-        request = self._request(request_id, prompt, received_ns, options)
-        self._will_generate(request, params, received_ns)
+        self._make.check(params)
+        prompt = self._make.prompt(messages, options.overflow, self._make.reply_len(params))
+        request = self._make.request(request_id, prompt, options, received_ns=received_ns)
+        request.generation = self._make.generation(
+            request.sequence, params, received_ns=received_ns
+        )
         self._add(request)
 
     def submit_prefill(
@@ -130,11 +114,11 @@ class Engine:
         messages: Sequence[ChatMessage],
         *,
         received_ns: int,
-        options: RequestOptions = _NO_OPTIONS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Queues the computing of a prompt's KV. Raises as ``submit``."""
-        prompt = self._build(messages, 1, options.overflow)
-        self._add(self._request(request_id, prompt, received_ns, options))
+        prompt = self._make.prompt(messages, options.overflow)
+        self._add(self._make.request(request_id, prompt, options, received_ns=received_ns))
 
     def pin(
         self, request_id: int, messages: Sequence[ChatMessage], *, received_ns: int, salt: str = ""
@@ -144,23 +128,27 @@ class Engine:
 
         Raises as ``submit``, and InvalidRequestError when pins would fill a quarter of the cache.
         """
-        token_ids = self._prompts.shared_prefix(messages)
-        if not token_ids:
+        prompt = self._make.shared_prefix(messages)
+        prompt_len = len(prompt.token_ids)
+        if prompt_len == 0:
             raise InvalidRequestError("messages: the template begins with the user's words")
-        for pinned in self._pinned:
-            if pinned.token_ids == token_ids and pinned.salt == salt:
-                return PrefillResult(prompt_tokens=len(token_ids), cached_tokens=len(token_ids))
+        if any(s.token_ids == prompt.token_ids and s.salt == salt for s in self._pinned):
+            return PrefillResult(prompt_tokens=prompt_len, cached_tokens=prompt_len)
         tables = self.scheduler.tables
-        num_blocks = self._num_pinned_blocks + tables.num_blocks_of(len(token_ids))
+        num_blocks = self._num_pinned_blocks + tables.num_blocks_of(prompt_len)
         if 4 * num_blocks > tables.pool.num_blocks:
             raise InvalidRequestError(
                 f"pinned prompts would take {num_blocks} of {tables.pool.num_blocks} blocks of the "
                 "KV cache; at most a quarter can be pinned"
             )
         options = RequestOptions(cache_salt=salt)
-        request = self._request(request_id, Prompt(token_ids), received_ns, options, is_open=True)
+        request = self._make.request(
+            request_id, prompt, options, received_ns=received_ns, is_open=True
+        )
         request.sequence.is_pinned = True
         self._add(request)
+        self._pinned.append(request.sequence)
+        self._limit_length()
         return None
 
     def open_draft(
@@ -169,11 +157,13 @@ class Engine:
         messages: Sequence[ChatMessage],
         *,
         received_ns: int,
-        options: RequestOptions = _NO_OPTIONS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Begins to compute a prompt that may still change. Raises as ``submit``."""
-        prompt = self._build(messages, 1, options.overflow)
-        self._add(self._request(request_id, prompt, received_ns, options, is_open=True))
+        prompt = self._make.prompt(messages, options.overflow)
+        self._add(
+            self._make.request(request_id, prompt, options, received_ns=received_ns, is_open=True)
+        )
 
     def update_draft(
         self, request_id: int, messages: Sequence[ChatMessage]
@@ -182,7 +172,7 @@ class Engine:
         its result when nothing is left to compute. Raises as ``submit``; the draft is then over."""
         request = self._draft(request_id)
         try:
-            prompt = self._build(messages, 1, request.overflow)
+            prompt = self._make.prompt(messages, request.overflow)
         except LlmError:
             self._end(request.sequence)
             raise
@@ -194,6 +184,7 @@ class Engine:
         raises InvalidRequestError."""
         request = self._draft(request_id)
         if not 0 < num_tokens <= request.sequence.prompt_len:
+            self._end(request.sequence)
             raise InvalidRequestError(
                 f"num_tokens: must be from 1 to the draft's {request.sequence.prompt_len}, "
                 f"got {num_tokens}"
@@ -206,12 +197,10 @@ class Engine:
         """A second draft, equal to ``source_id``, that shares all that is computed. Returns as
         ``update_draft``; raises InvalidRequestError, EngineBusyError."""
         source = self._draft(source_id)
-        options = RequestOptions(cache_salt=source.sequence.salt, overflow=source.overflow)
-        prompt = Prompt(list(source.sequence.token_ids), source.sequence.num_dropped)
-        request = self._request(request_id, prompt, received_ns, options, is_open=True)
+        request = source.forked(request_id, received_ns=received_ns)
         self.scheduler.fork(source.sequence, request.sequence)
         self._requests[request_id] = request
-        return self._prefilled(request) if request.sequence.remaining_len == 0 else None
+        return request.prefilled() if request.sequence.remaining_len == 0 else None
 
     def commit_draft(
         self,
@@ -219,28 +208,20 @@ class Engine:
         params: SamplingParams,
         *,
         received_ns: int,
-        options: RequestOptions = _NO_OPTIONS,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """The draft's text is final: generates the reply to it. Raises as ``submit``; the draft is
         then over."""
         request = self._draft(request_id)
         try:
-            validate_params(params)
-            self._check_fits(request.sequence.prompt_len, self._reply_len(params))
+            request.generation = self._make.generation(
+                request.sequence, params, received_ns=received_ns
+            )
         except LlmError:
             self._end(request.sequence)
             raise
-        sequence = request.sequence
-        sequence.is_open = False
-        sequence.arrival_ns = received_ns
-        sequence.deadline_ns, sequence.priority = options.deadline_ns, options.priority
-        sequence.cached_len = sequence.computed_len = min(
-            sequence.computed_len, sequence.prompt_len - 1
-        )
-        sequence.num_steps = 0
-        request.expires_ns = _expires_ns(received_ns, options)
-        self._will_generate(request, params, received_ns)
-        self.scheduler.changed(sequence)
+        request.commit(options, received_ns=received_ns)
+        self.scheduler.changed(request.sequence)
 
     def set_deadline(self, request_id: int, deadline_ns: int | None) -> None:
         """When the next token of a request is needed; unknown ids are fine, as in ``abort``."""
@@ -285,84 +266,28 @@ class Engine:
         )
 
     @property
-    def _pinned(self) -> list[TokenSequence]:
-        sequences = (request.sequence for request in self._requests.values())
-        return [sequence for sequence in sequences if sequence.is_pinned]
-
-    @property
     def _num_pinned_blocks(self) -> int:
-        return len({block for sequence in self._pinned for block in sequence.block_ids})
+        return sum(self.scheduler.tables.num_blocks_of(s.prompt_len) for s in self._pinned)
 
-    @property
-    def _pool_len(self) -> int:
-        """The longest sequence that the pool can hold beside what is pinned, with a block to spare
-        for a copy."""
+    def _limit_length(self) -> None:
+        """The longest sequence must fit into the pool beside what is pinned, and with a block to
+        spare for a copy."""
         pool = self.scheduler.tables.pool
-        return (pool.num_blocks - self._num_pinned_blocks - 1) * pool.block_size
+        self._make.limit((pool.num_blocks - self._num_pinned_blocks - 1) * pool.block_size)
 
-    def _reply_len(self, params: SamplingParams) -> int:
-        """Room for the reply, or for as much of it as is fair to ask of a short context."""
-        return min(params.max_tokens, self._runner.max_context // 4)
-
-    def _build(self, messages: Sequence[ChatMessage], reply_len: int, overflow: Overflow) -> Prompt:
-        prompt = self._prompts.build(messages, reply_len=reply_len, overflow=overflow)
-        self._check_fits(len(prompt.token_ids), 1)
-        return prompt
-
-    def _check_fits(self, prompt_len: int, reply_len: int) -> None:
-        for limit, name in ((self._runner.max_context, "context"), (self._pool_len, "KV cache")):
-            if prompt_len + reply_len > limit:
-                raise PromptTooLongError(
-                    f"the prompt has {prompt_len} tokens; the {name} of {limit} tokens "
-                    f"must also hold {reply_len} of the reply"
-                )
-
-    def _request(
-        self,
-        request_id: int,
-        prompt: Prompt,
-        received_ns: int,
-        options: RequestOptions,
-        *,
-        is_open: bool = False,
-    ) -> _Request:
-        """One that does not generate (yet)."""
-        sequence = TokenSequence(
-            request_id,
-            prompt.token_ids,
-            max_len=min(self._runner.max_context, self._pool_len),
-            generates=False,
-            is_open=is_open,
-            salt=options.cache_salt,
-            priority=options.priority,
-            arrival_ns=received_ns,
-            deadline_ns=options.deadline_ns,
-        )
-        sequence.num_dropped = prompt.num_dropped
-        expires_ns = None if is_open else _expires_ns(received_ns, options)
-        return _Request(sequence, expires_ns=expires_ns, overflow=options.overflow)
-
-    def _will_generate(self, request: _Request, params: SamplingParams, received_ns: int) -> None:
-        sequence = request.sequence
-        sequence.generates = True
-        sequence.max_len = min(sequence.prompt_len + params.max_tokens, sequence.max_len)
-        request.generation = Generation(
-            sequence, params, self._tokenizer, received_ns=received_ns, clock=self._clock
-        )
-
-    def _draft(self, request_id: int) -> _Request:
+    def _draft(self, request_id: int) -> Request:
         request = self._requests.get(request_id)
         if request is None or not request.sequence.is_open or request.sequence.is_pinned:
             raise InvalidRequestError(f"there is no open draft {request_id}")
         return request
 
-    def _replace(self, request: _Request, token_ids: list[int]) -> PrefillResult | None:
+    def _replace(self, request: Request, token_ids: list[int]) -> PrefillResult | None:
         request.revision += 1
         request.sequence.replace(token_ids)
         self.scheduler.changed(request.sequence)
-        return self._prefilled(request) if request.sequence.remaining_len == 0 else None
+        return request.prefilled() if request.sequence.remaining_len == 0 else None
 
-    def _add(self, request: _Request) -> None:
+    def _add(self, request: Request) -> None:
         request_id = request.sequence.seq_id
         assert request_id not in self._requests, "a request id is used once"
         self.scheduler.add(request.sequence)
@@ -398,7 +323,7 @@ class Engine:
 
     def _postprocess(self, plan: StepPlan, logits: torch.Tensor) -> Iterator[Output]:
         # A model's vocabulary may be padded beyond the tokenizer's; those are no tokens.
-        rows = iter(logits.numpy()[:, : self._tokenizer.vocab_size])
+        rows = iter(logits.numpy()[:, : self._vocab_size])
         for chunk in plan.chunks:
             sequence = chunk.sequence
             request = self._requests[sequence.seq_id]
@@ -406,13 +331,13 @@ class Engine:
                 for event in self._advance(request, next(rows)):
                     yield sequence.seq_id, event
             elif sequence.remaining_len == 0:
-                yield sequence.seq_id, self._prefilled(request)
+                yield sequence.seq_id, request.prefilled()
                 if sequence.is_pinned:
                     self.scheduler.tables.publish_tail(sequence)
                 elif not sequence.is_open:
                     self._end(sequence)
 
-    def _advance(self, request: _Request, row: FloatRow) -> Sequence[GenerationEvent | LlmError]:
+    def _advance(self, request: Request, row: FloatRow) -> Sequence[GenerationEvent | LlmError]:
         assert request.generation is not None, "only generations ask for logits"
         try:
             events = request.generation.advance(row)
@@ -423,21 +348,12 @@ class Engine:
             self._end(request.sequence)
         return events
 
-    def _prefilled(self, request: _Request) -> PrefillResult:
-        return PrefillResult(
-            prompt_tokens=request.sequence.prompt_len,
-            cached_tokens=request.sequence.cached_len,
-            dropped_messages=request.sequence.num_dropped,
-            revision=request.revision,
-        )
-
     def _end(self, sequence: TokenSequence) -> None:
         del self._requests[sequence.seq_id]
+        if sequence.is_pinned:
+            self._pinned.remove(sequence)
+            self._limit_length()
         self.scheduler.remove(sequence)
-
-
-def _expires_ns(received_ns: int, options: RequestOptions) -> int | None:
-    return None if options.timeout_ms is None else received_ns + options.timeout_ms * 1_000_000
 
 
 def _batch(plan: StepPlan) -> ForwardBatch:

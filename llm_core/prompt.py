@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from llm_core.chat_template import ChatTemplate
 from llm_core.errors import InvalidRequestError, PromptTooLongError
 from llm_core.messages import ChatMessage, Overflow
@@ -50,7 +52,7 @@ class PromptBuilder:
         Raises InvalidRequestError, and PromptTooLongError: when refused, or when the system prompt
         and the last turn alone are too long.
         """
-        if overflow == "drop_oldest":
+        if overflow == "drop_oldest" and messages:
             return self._shortened(messages, reply_len)
         self._check_bytes(messages)
         token_ids = self.encode(messages)
@@ -75,6 +77,9 @@ class PromptBuilder:
     def _shortened(self, messages: Sequence[ChatMessage], reply_len: int) -> Prompt:
         num_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
         system, turns = list(messages[:num_system]), list(messages[num_system:])
+        if turns and turns[0].tools:  # tools stand on the first message, and must outlive it
+            system.append(ChatMessage(role="system", content="", tools=turns[0].tools))
+            turns[0] = msgspec.structs.replace(turns[0], tools=())
         starts = [i for i, m in enumerate(turns) if m.role == "user"] or [0]
         limit = self._max_context - reply_len
         first = self._first_kept(system, turns, limit) if len(starts) > 1 else 0
