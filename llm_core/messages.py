@@ -12,6 +12,7 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
 KvDtype = Literal["float32", "bfloat16", "int8"]
+ModelBackend = Literal["auto", "native", "torch"]
 Overflow = Literal["refuse", "drop_oldest"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
 
@@ -246,9 +247,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_sequences`` requests run at once, each of ``max_context`` tokens at most (None: the
     model's own limit); ``max_waiting`` more may wait. ``kv_cache_tokens`` is the size of the KV
     pool that they and the prefix cache share (None: 2,048 for each of ``max_sequences``, or one
-    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``standby`` keeps a
-    second process that has loaded its code (some 200 MB) and needs only the model when the first
-    one dies. Raises ValueError for impossible numbers.
+    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``backend``
+    "native" is compiled C, "torch" torch's operations, "auto" the faster one that can run here;
+    ``native_cache_dir`` is where the compiled library is kept (None: the user's cache directory).
+    ``standby`` keeps a second process that has loaded its code (some 200 MB) and needs only the
+    model when the first one dies. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -260,6 +263,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: KvDtype = "float32"
     policy: PolicyName = "deadline"
     standby: bool = False
+    backend: ModelBackend = "auto"
+    native_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "max_sequences", "max_waiting"):
