@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli", "cli_*", "talk_client", "talk_log", "recording", "waterfall", "server_process"),
         ("server",),
         ("web",),
-        ("api", "transports", "auth"),
+        ("api", "transports", "auth", "client_secrets"),
         ("conversation",),
         ("observe",),
         ("model_store", "model_hub", "model_wheel", "model_catalog", "logging_setup", "clock"),
