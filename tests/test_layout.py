@@ -39,8 +39,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "llm_core": (
         ("client", "worker", "ipc"),
         ("engine",),
+        ("generation",),
+        ("guided", "logprobs"),
         ("scheduler", "runner", "tokenizer", "chat_template", "detokenizer"),
-        ("speculative", "sampler"),
+        ("speculative", "sampler", "params_check", "tool_prompt", "tool_calls"),
+        ("tool_call_json",),
         ("decoder",),
         ("quant", "loading", "batch", "kv_cache"),
         ("blocks",),
