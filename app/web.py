@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,25 +19,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
 from app.api.calls_registry import CallsRegistry
+from app.api.chat import chat_router
 from app.api.client_secrets import client_secrets_router
+from app.api.http_errors import error_response
+from app.api.models import models_router
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_names import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
     REALTIME_SUBPROTOCOL,
-    AuthenticationError,
     Gatekeeper,
     Grant,
     HostError,
-    OriginError,
 )
-from app.client_secrets import TooManySecretsError
 from app.config import Settings
 from app.connections import Connections
 from app.conversation.services import Services
 from app.conversation.session import Session
-from app.errors import ClientError, ConfigError, ParleyError, UnavailableError
+from app.errors import ClientError, ConfigError, ParleyError, ServiceError, UnavailableError
 from app.rate_limits import RateLimitedError, RateLimits
 from app.transports.websocket import WebSocketChannel
 
@@ -98,6 +97,8 @@ def create_app(
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
     app.include_router(client_secrets_router(settings, services.tools.names))
+    app.include_router(models_router(services.engine))
+    app.include_router(chat_router(services.engine))
     _add_realtime(app, services, make_session)
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
@@ -202,55 +203,36 @@ async def _deny(websocket: WebSocket, error: ParleyError, status: int | None = N
     """Refuse the handshake, and say so in our log: the peer may never look at the answer."""
     peer = websocket.client.host if websocket.client else "?"
     logger.warning("connection denied", extra={"code": error.code, "peer": peer})
-    await websocket.send_denial_response(_error_response(error, status))
-
-
-def _error_response(error: ParleyError, status: int | None = None) -> JSONResponse:
-    """An error over HTTP in OpenAI's shape."""
-    headers = {}
-    if isinstance(error, AuthenticationError):
-        status, headers = 401, {"WWW-Authenticate": "Bearer"}
-    elif isinstance(error, OriginError):
-        status = 403
-    elif isinstance(error, HostError):
-        status = 421
-    elif isinstance(error, TooManySecretsError | RateLimitedError):
-        status = 429
-    elif isinstance(error, UnavailableError):
-        status = 503
-    if isinstance(error, UnavailableError | RateLimitedError):
-        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-    body = {
-        "message": error.message,
-        "type": "invalid_request_error" if isinstance(error, ClientError) else "server_error",
-        "param": error.param,
-        "code": error.code,
-    }
-    return JSONResponse({"error": body}, status_code=status or 400, headers=headers)
+    await websocket.send_denial_response(error_response(error, status))
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientError)
     async def client_error(request: Request, error: ClientError) -> JSONResponse:
-        return _error_response(error)
+        return error_response(error)
 
     @app.exception_handler(UnavailableError)
     async def unavailable(request: Request, error: UnavailableError) -> JSONResponse:
-        return _error_response(error)
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
         first: dict[str, Any] = error.errors()[0]
         param = ".".join(str(step) for step in first["loc"][1:])
         message = f"Invalid value for '{param}': {first['msg']}."
-        return _error_response(ClientError(message, code="invalid_value", param=param))
+        return error_response(ClientError(message, code="invalid_value", param=param))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        response = _error_response(ClientError(str(error.detail), code=code), error.status_code)
+        response = error_response(ClientError(str(error.detail), code=code), error.status_code)
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> JSONResponse:
+        # A fault of ours, which the server logs; clients expect the shape all the same.
+        return error_response(ServiceError("The server had an error of its own."), 500)
 
 
 class _Pages(StaticFiles):
@@ -284,7 +266,7 @@ class _HostGuard:
                 if scope["type"] == "websocket":
                     await _deny(WebSocket(scope, receive, send), error)
                 else:
-                    await _error_response(error)(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -9,6 +9,7 @@ import pydantic_core
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 
+from app.api.http_errors import BodyTimeoutError, BodyTooLargeError
 from app.api.realtime_fields import WireModel, null_is, to_client_error
 from app.api.realtime_names import OWN_NAME, Names
 from app.api.realtime_session import SessionParams, SessionState, to_wire
@@ -71,12 +72,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise ClientError(
-                        f"The request's body is longer than {max_bytes} bytes.",
-                        code="body_too_large",
-                    )
+                    raise BodyTooLargeError(f"The request's body is longer than {max_bytes} bytes.")
     except TimeoutError as error:
-        raise ClientError("The request's body does not come.", code="body_timeout") from error
+        raise BodyTimeoutError("The request's body does not come.") from error
     return bytes(body)
 
 

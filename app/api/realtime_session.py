@@ -351,7 +351,7 @@ def to_config(params: SessionParams) -> SessionConfig:
         speed=spoken.speed,
         tools=tools_of(params.tools),
         tool_choice=params.tool_choice or ToolChoice(),
-        parallel_tool_calls=params.parallel_tool_calls is not False,
+        parallel_tool_calls=bool(params.parallel_tool_calls),
         server_tools=tuple(params.parley.tools) if params.parley.tools is not None else None,
         retention_ratio=params.truncation,
         transcribe=transcription is not None,
