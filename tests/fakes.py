@@ -14,6 +14,7 @@ import numpy.typing as npt
 from app.config import Settings
 from app.conversation.events import SessionEvent
 from app.conversation.services import Services
+from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
 from audio.asr import Transcript
@@ -135,7 +136,8 @@ class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
     ``gate`` holds it before the next word. ``error`` is raised before the first one, or after
-    ``words_before_error`` of them.
+    ``words_before_error`` of them. A reply may hold calls, as
+    ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
     """
 
     info = ModelInfo(
@@ -215,6 +217,7 @@ def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
+    tools: ToolBox | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them."""
@@ -226,7 +229,8 @@ def fake_services(
         workers=InlineExecutor(1),
         traces=TraceStore(100),
         loop_lag=LoopLag(),
-        settings=Settings(**settings),
+        settings=Settings.model_validate(settings),
+        tools=tools or ToolBox(),
     )
 
 
