@@ -25,7 +25,13 @@ from app.api.realtime_fields import (
     unsupported,
 )
 from app.config import Settings
-from app.conversation.session_config import SessionConfig, TurnDetection
+from app.conversation.session_config import (
+    DetectionKind,
+    Eagerness,
+    NoiseReduction,
+    SessionConfig,
+    TurnDetection,
+)
 from app.errors import ClientError
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat
 
@@ -119,33 +125,46 @@ class Transcription(WireModel):
     ] = None
 
 
-def _server_vad(value: Any) -> Any:
-    if value == "semantic_vad":
-        raise unsupported("Use 'server_vad', or null to commit the audio yourself.")
-    return value
-
-
 class TurnDetectionParams(WireModel):
-    """``server_vad``: the end of a turn is found by voice activity."""
+    """Both kinds in one; ``_DETECTION_FIELDS`` says which fields belong to which.
 
-    type: Annotated[Literal["server_vad"], BeforeValidator(_server_vad)] = "server_vad"
+    Without a ``type`` an update is for the kind that the session has.
+    """
+
+    type: DetectionKind = "server_vad"
     threshold: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     prefix_padding_ms: Annotated[int, Field(ge=0, le=5_000)] = 300
     silence_duration_ms: Annotated[int, Field(ge=100, le=10_000)] = 500
+    eagerness: Eagerness = "auto"
     create_response: bool = True
     interrupt_response: bool = True
-    idle_timeout_ms: Annotated[
-        None, only(None, what="Idle prompts are not supported by this server yet.")
-    ] = None
+    idle_timeout_ms: Annotated[int | None, Field(ge=5_000, le=30_000)] = None
+
+
+_COMMON_DETECTION = ("type", "create_response", "interrupt_response")
+_DETECTION_FIELDS: dict[DetectionKind, tuple[str, ...]] = {
+    "server_vad": (
+        *_COMMON_DETECTION,
+        "threshold",
+        "prefix_padding_ms",
+        "silence_duration_ms",
+        "idle_timeout_ms",
+    ),
+    "semantic_vad": (*_COMMON_DETECTION, "eagerness"),
+}
+
+
+class NoiseReductionParams(WireModel):
+    """``{"type": "near_field"}`` (headset) or ``far_field`` (speakerphone)."""
+
+    type: NoiseReduction
 
 
 class AudioInput(WireModel):
     """``session.audio.input``."""
 
     format: Annotated[Format, null_is(Format(type="audio/pcm"))] = Format(type="audio/pcm")
-    noise_reduction: Annotated[
-        None, only(None, what="Noise reduction is not supported by this server yet.")
-    ] = None
+    noise_reduction: NoiseReductionParams | None = None
     transcription: Transcription | None = None
     turn_detection: TurnDetectionParams | None = None
 
@@ -214,6 +233,8 @@ class SessionParams(WireModel):
 
 
 _Model = TypeVar("_Model", bound=WireModel)
+# Replaced, not merged: their fields belong together.
+_WHOLE = (Format, TurnDetectionParams, NoiseReductionParams)
 
 
 def _merged(current: _Model, update: _Model, defaults: _Model) -> _Model:
@@ -221,7 +242,7 @@ def _merged(current: _Model, update: _Model, defaults: _Model) -> _Model:
     changes: dict[str, Any] = {}
     for name in update.model_fields_set:
         value, base = getattr(update, name), getattr(current, name)
-        if isinstance(value, WireModel) and not isinstance(value, Format):
+        if isinstance(value, WireModel) and not isinstance(value, _WHOLE):
             start = base if base is not None else getattr(defaults, name)
             value = _merged(start, value, getattr(defaults, name))
         changes[name] = value
@@ -240,6 +261,7 @@ class SessionState:
                 input=AudioInput(
                     transcription=Transcription(model=names.transcriber),
                     turn_detection=TurnDetectionParams(
+                        type=settings.turn_detection,
                         threshold=settings.vad_threshold,
                         prefix_padding_ms=settings.vad_prefix_padding_ms,
                         silence_duration_ms=settings.vad_silence_ms,
@@ -256,6 +278,7 @@ class SessionState:
         ``voice_locked``: the client has heard the voice; it cannot change any more.
         """
         check_names(self._names, update)
+        update = self._with_detection(update)
         merged = _merged(self.params, update, self._defaults)
         # The session keeps the name by which it was opened; every accepted name means the same.
         merged = merged.model_copy(update={"model": self.params.model})
@@ -266,6 +289,34 @@ class SessionState:
                 param="session.audio.output.voice",
             )
         return merged
+
+    def _with_detection(self, update: SessionParams) -> SessionParams:
+        """``update`` with its turn detection as a whole, for the kind that it is about.
+
+        A change of the kind starts from the defaults. Raises ClientError for a field of the other
+        kind.
+        """
+        given = update.audio.input.turn_detection
+        if given is None:
+            return update
+        default = self._defaults.audio.input.turn_detection
+        assert default is not None
+        current = self.params.audio.input.turn_detection or default
+        kind = given.type if "type" in given.model_fields_set else current.type
+        allowed = _DETECTION_FIELDS[kind]
+        if foreign := sorted(given.model_fields_set.difference(allowed)):
+            param = f"session.audio.input.turn_detection.{foreign[0]}"
+            raise ClientError(
+                f"Unknown parameter: '{param}': turn detection of type {kind!r} has "
+                f"{', '.join(allowed)}.",
+                code="unknown_parameter",
+                param=param,
+            )
+        start = current if kind == current.type else default
+        whole = _merged(start, given, default).model_copy(update={"type": kind})
+        heard = update.audio.input.model_copy(update={"turn_detection": whole})
+        audio = update.audio.model_copy(update={"input": heard})
+        return update.model_copy(update={"audio": audio})
 
 
 def check_names(names: Names, update: SessionParams) -> None:
@@ -321,6 +372,7 @@ def to_config(params: SessionParams) -> SessionConfig:
         instructions=params.instructions,
         modality=params.output_modalities[0],
         max_output_tokens=params.max_output_tokens,
+        noise_reduction=heard.noise_reduction.type if heard.noise_reduction else None,
         turn_detection=_turn_detection(vad) if vad is not None else None,
         input_format=heard.format.audio_format,
         output_format=spoken.format.audio_format,
@@ -334,11 +386,14 @@ def to_config(params: SessionParams) -> SessionConfig:
 
 def _turn_detection(vad: TurnDetectionParams) -> TurnDetection:
     return TurnDetection(
+        kind=vad.type,
         threshold=vad.threshold,
         prefix_padding_ms=vad.prefix_padding_ms,
         silence_duration_ms=vad.silence_duration_ms,
+        eagerness=vad.eagerness,
         create_response=vad.create_response,
         interrupt_response=vad.interrupt_response,
+        idle_timeout_ms=vad.idle_timeout_ms,
     )
 
 
@@ -364,10 +419,11 @@ def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
         "audio": {
             "input": {
                 "format": heard.format.to_wire(),
+                # What is in effect, whatever was asked for: nothing is done about noise yet.
                 "noise_reduction": None,
                 "transcription": transcription
                 and transcription.model_dump(include={"model", "language", "prompt"}),
-                "turn_detection": vad and vad.model_dump(),
+                "turn_detection": vad and vad.model_dump(include=set(_DETECTION_FIELDS[vad.type])),
             },
             "output": {
                 "format": spoken.format.to_wire(),
