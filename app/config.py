@@ -84,13 +84,14 @@ class Settings(BaseSettings):
     max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
     turn_detection: Literal["server_vad", "semantic_vad"] = Field(
-        default="server_vad", description="how turns end in sessions that do not say it"
+        default="semantic_vad",
+        description="how turns end in sessions that do not say it: by what was said, or by silence",
     )
     vad_threshold: float = Field(default=0.5, gt=0.0, lt=1.0)
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
     vad_silence_ms: int = Field(default=500, ge=100, le=10_000)
     eager_silence_ms: int = Field(
-        default=96, ge=30, le=10_000, description="silence after which a transcript is tried"
+        default=64, ge=30, le=10_000, description="silence after which a transcript is tried"
     )
     eager_reply: bool = Field(
         default=True, description="begin the answer before the end of the turn is certain"

@@ -17,6 +17,8 @@ from audio.turn_end_words import (
     ALPHABET_WORDS,
     FILLERS,
     LEAD_INS,
+    MAY_END_QUESTION,
+    MAY_END_STATEMENT,
     NUMBER_WORDS,
     OBJECT_VERBS,
     QUESTION_WORDS,
@@ -109,19 +111,86 @@ def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
 
 def judge(text: str) -> Completeness:
     """What the words of a turn so far amount to."""
-    words = re.findall(r"[^\W_]+(?:['’.][^\W_]+)*", text.lower().replace("’", "'"))  # noqa: RUF001
+    words = _words(text)
     if not words:
         return Completeness.NOTHING
-    end = text.rstrip("\"'”)] ")  # noqa: RUF001
-    if _is_trailing(words, end):
+    end = text.rstrip("\"'”)] ")
+    asks = end.endswith("?")
+    if _is_trailing(words, end, asks=asks):
         return Completeness.TRAILING
-    if end.endswith("?"):
-        return Completeness.QUESTION
     if _is_counting(words, end):
         return Completeness.COUNTING
-    sentence = _last_sentence(text)
-    if end.endswith((".", "!")) and not end.endswith(".."):
-        return Completeness.OPEN if _lacks_something(sentence) else Completeness.SENTENCE
+    if asks:
+        return Completeness.QUESTION
     if " ".join(words) in WHOLE_ANSWERS:
         return Completeness.SENTENCE
-    return Completeness.OPEN
+    sentence = _words(_last_sentence(end))
+    if not end.endswith((".", "!")) or _lacks_something(sentence, end):
+        return Completeness.OPEN
+    return Completeness.SENTENCE
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+(?:['.\-][^\W_]+)*", text.lower().replace("\u2019", "'"))
+
+
+def _last_sentence(end: str) -> str:
+    return re.split(r"(?<=[.!?])\s+", end)[-1]
+
+
+def _is_trailing(words: list[str], end: str, *, asks: bool) -> bool:
+    """The recogniser itself heard it break off, or no sentence ends in this word."""
+    if end.endswith(("-", "\u2013", "\u2014", "...", "\u2026", ",", ":", ";")):
+        return True
+    last = words[-1]
+    if last in FILLERS and len(words) > 1:
+        return not asks
+    if last in FILLERS and end[-1:] not in "?":
+        return True
+    if any(_ends_with(words, phrase) for phrase in TRAILING_PHRASES):
+        return True
+    if last not in TRAILING_WORDS:
+        return False
+    if asks:
+        return last not in MAY_END_QUESTION
+    return not (end.endswith((".", "!")) and last in MAY_END_STATEMENT)
+
+
+def _is_counting(words: list[str], end: str) -> bool:
+    """Digits, letters or alphabet words at the end, and not only as part of a sentence."""
+    num_items = 0
+    for word in reversed(words):
+        if not _is_item(word):
+            break
+        num_items += sum(map(str.isdigit, word)) if word[0].isdigit() else 1
+    if num_items == 0:
+        return False
+    before = " ".join(words[-8:])
+    if any(lead in before for lead in LEAD_INS):
+        return True
+    # "Set an alarm for 7.", "What is 37.67 minus 75.7?" are sentences; "4, 1, 5." is not.
+    return num_items >= 3 if not end.endswith("?") else num_items == len(words) >= 3
+
+
+def _is_item(word: str) -> bool:
+    is_number = word[0].isdigit() and not re.search(r"[a-z]", word)
+    return is_number or len(word) == 1 or word in NUMBER_WORDS or word in ALPHABET_WORDS
+
+
+def _lacks_something(sentence: list[str], end: str) -> bool:
+    """A full stop after half a sentence: the recogniser sets one at every long pause."""
+    if not sentence:
+        return True
+    if sentence[-1] in OBJECT_VERBS:
+        return True
+    if sentence[0] in SUBORDINATORS and "," not in _last_sentence(end):
+        return True
+    # A question that came out as a statement broke off: "Should I get."
+    if sentence[0] in QUESTION_WORDS and len(sentence) < 5:
+        return True
+    return any(_ends_with(sentence[:-1], lead) for lead in LEAD_INS)
+
+
+def _ends_with(words: list[str], phrase: str) -> bool:
+    parts = phrase.split()
+    return words[-len(parts) :] == parts

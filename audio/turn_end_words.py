@@ -27,19 +27,16 @@ FILLERS = frozenset(
 """Said while thinking of what comes next."""
 
 TRAILING_WORDS = ARTICLES_AND_DETERMINERS | PREPOSITIONS | CONJUNCTIONS | SUBJECT_PRONOUNS
-"""No sentence ends here, whatever the recogniser's full stop says (ends of questions may)."""
+"""No sentence ends here, whatever the recogniser's full stop says; see the exceptions below."""
 
 MAY_END_QUESTION = frozenset(
-    # "Where are you from?", "What is it for?", "Is it his?", "Who are they?"
+    # "Where are you from?", "What is it for?", "Is it his?", "Who are they?", "Which one is that?"
     "of to from with for at by without into until till since against this these those his that "
-    "some any no another each than as when where so too more most do does did am is are was were "
-    "be been can could will would should i we he she they".split()
+    "some any no another each as where when why so he she they we i".split()
 )
 MAY_END_STATEMENT = frozenset(
-    # "Yes, it is.", "I think so.", "I want this.", "Me too.", "He did.", "No.", "I'd like some."
-    "this these those no some any that so too more most am is are was were do does did can could "
-    "will would should has had his each another he's quite really don't doesn't didn't can't "
-    "couldn't won't wouldn't shouldn't isn't aren't wasn't weren't".split()
+    # "I want this.", "Turn it to this one, not that.", "No.", "I'd like some.", "I don't know why."
+    "this these those that no some any his each another to with for".split()
 )
 
 TRAILING_PHRASES = (

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "app": (
         ("__main__",),
-        ("cli", "cli_*", "talk_client", "talk_log", "recording", "waterfall", "server_process"),
+        ("cli", "cli_*"),
+        ("bench",),
+        ("talk_client", "talk_log", "recording", "waterfall", "server_process"),
         ("server",),
         ("web",),
         ("api", "transports", "auth"),
@@ -68,7 +70,7 @@ ONLY_IN = {
 
 # Modules that load the code of a command only when it is chosen, so that `parley --help` does not
 # wait for torch. Their imports obey the layers and the ban on cycles like all others.
-LAZY = {"app.cli"}
+LAZY = {"app.cli", "app.cli_bench"}
 
 # Parts of a declared dependency that are distributed, and versioned, by it.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}

@@ -65,6 +65,7 @@ from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
+from audio import turn_end
 from audio.endpoint import VoiceEnded
 from audio.voice_end import find_voice_end
 from llm_core import ChatMessage, LlmError
@@ -76,6 +77,8 @@ _MIN_COMMIT_SAMPLES = RATE // 10
 _MAX_BUFFER_S = 300.0
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
+# An answer is begun so long before the pause would end the turn: about what it takes to make.
+_LONG_WAIT_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,8 +436,11 @@ class Session:
 
     async def _answer_early(self, early: asyncio.Task[Settled]) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
-        settled = await asyncio.shield(early)
-        words = settled.transcript.text
+        words = (await asyncio.shield(early)).transcript.text
+        wait_ms = await self._judge_pause(words)
+        if wait_ms > _LONG_WAIT_MS:
+            # Most likely the caller goes on: no work for nothing until the wait is nearly over.
+            await self._clock.sleep((wait_ms - _LONG_WAIT_MS) / 1000)
         said = [*self._history.messages(self.config.instructions), ChatMessage("user", words)]
         async with self._floor:
             # The caller may have gone on, or finished, while the words were made.
@@ -444,6 +450,17 @@ class Session:
                 await self._ahead.hold(self._make_turn(_Request(), said))
                 return
         await self._warm(said)
+
+    async def _judge_pause(self, words: str) -> int:
+        """Let what was said decide how long this pause may last; ms that are left of that."""
+        detection = self.config.turn_detection
+        if detection is None or detection.kind != "semantic_vad":
+            return 0
+        silence_ms = turn_end.silence_ms(turn_end.Evidence(words), detection.eagerness)
+        if self._dialog.caller is Caller.MAYBE_FINISHED:
+            for event in self._listener.end_after(silence_ms):
+                await self._feed(event)
+        return silence_ms - self._listener.silence_ms
 
     async def _warm(self, messages: list[ChatMessage]) -> None:
         try:
