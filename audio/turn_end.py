@@ -8,11 +8,13 @@ needed; after "to", "and", a filler or in the middle of a number, much more. Pur
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from audio.prosody import Prosody
 from audio.turn_end_words import (
     ALPHABET_WORDS,
     FILLERS,
@@ -48,65 +50,116 @@ class Completeness(Enum):
     """No words: a noise, or a voice that was not understood."""
 
 
+FINISHED = (Completeness.QUESTION, Completeness.SENTENCE)
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """All that is known at a pause; None for what is not.
 
-    ``text``: transcript of the turn so far. ``fall_db``: how far the level of the voice fell over
-    its last 0.3 s (see ``audio.voice_end.fall_db``). ``turn_probability``: a turn model's
-    probability that the turn is over. ``end_probability``: the language model's, that the user's
-    text ends here.
+    ``text``: transcript of the turn so far. ``prosody``: how the voice ended. ``end_logprob``: the
+    language model's natural log-probability that the text ends here (of a full stop, a question or
+    exclamation mark, or the end of the message, after the text without its own last mark).
+    ``model_probability``: a turn model's probability that the turn is over.
     """
 
     text: str
-    fall_db: float | None = None
-    turn_probability: float | None = None
-    end_probability: float | None = None
+    prosody: Prosody | None = None
+    end_logprob: float | None = None
+    model_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Silence in ms that ends a turn, for each completeness, and while the words are unknown."""
+    """Silence in ms that ends a turn.
 
-    question: int
-    sentence: int
-    open: int
-    counting: int
+    ``sure``: at a score of ``sure_score`` and above. ``unsure``: at ``unsure_score`` and below;
+    between the two it goes in a line. ``trailing``, ``counting``, ``nothing``: at least so much for
+    words of that kind. ``unknown``: while the words are not known.
+    """
+
+    sure: int
+    unsure: int
+    sure_score: float
+    unsure_score: float
     trailing: int
+    counting: int
     nothing: int
     unknown: int
 
-    def of(self, completeness: Completeness) -> int:
-        """The wait for ``completeness``."""
-        wait_ms: int = getattr(self, completeness.value)
-        return wait_ms
 
-
-# The curve behind the figures is in docs/turn-end.svg (bench/turn_end_curve.py).
+# Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
 WAITS: dict[Eagerness, Waits] = {
-    "high": Waits(128, 160, 320, 800, 800, 480, 1_000),
-    "medium": Waits(160, 224, 704, 1_200, 1_200, 640, 1_500),
-    "low": Waits(480, 640, 1_500, 2_500, 2_500, 1_000, 4_000),
+    "high": Waits(160, 700, 0.6, 0.15, 800, 900, 480, 1_000),
+    "medium": Waits(200, 1_050, 0.65, 0.3, 1_100, 1_200, 640, 1_500),
+    "low": Waits(480, 2_000, 0.8, 0.4, 2_500, 2_500, 1_000, 4_000),
 }
 WAITS["auto"] = WAITS["medium"]
 
-# A turn model that is this sure overrules the words.
-_SURELY_OVER = 0.9
-_SURELY_NOT = 0.15
+# A turn model that is asked has seen much more speech than the weights below.
+_MODEL_SHARE = 0.7
+_MIN_LOGPROB = -6.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Of a logistic regression, fitted by bench/turn_end_curve.py."""
+
+    bias: float
+    question: float
+    sentence: float
+    end_logprob: float
+    prosody: tuple[float, ...]
+
+
+_WITH_LLM = _Weights(
+    1.186, 1.013, 0.628, 0.572, (-0.042, -0.003, -0.003, 0.386, 0.703, 1.411, -2.229)
+)
+_WITHOUT_LLM = _Weights(
+    -0.257, 1.168, 1.041, 0.0, (-0.042, -0.012, 0.004, 0.686, 0.643, 1.292, -2.471)
+)
+# What a voice of unknown end counts as: the mean over the recordings.
+_USUAL_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
 
 
 def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
-    """How much silence ends the turn after what ``evidence`` says was said."""
+    """How much silence ends the turn, after what ``evidence`` says was said."""
     waits = WAITS[eagerness]
     completeness = judge(evidence.text)
-    wait_ms = waits.of(completeness)
-    probability = evidence.turn_probability
-    if probability is not None and completeness is not Completeness.NOTHING:
-        if probability >= _SURELY_OVER and completeness is Completeness.OPEN:
-            wait_ms = waits.sentence
-        elif probability <= _SURELY_NOT:
-            wait_ms = max(wait_ms, waits.open)
+    if completeness is Completeness.NOTHING:
+        return waits.nothing
+    share = (score(evidence) - waits.unsure_score) / (waits.sure_score - waits.unsure_score)
+    wait_ms = round(waits.unsure + min(max(share, 0.0), 1.0) * (waits.sure - waits.unsure))
+    if completeness is Completeness.TRAILING:
+        return max(wait_ms, waits.trailing)
+    if completeness is Completeness.COUNTING:
+        return max(wait_ms, waits.counting)
     return wait_ms
+
+
+def score(evidence: Evidence) -> float:
+    """How much speaks for the end of the turn, in (0, 1): the fitted probability."""
+    completeness = judge(evidence.text)
+    weights = _WITHOUT_LLM if evidence.end_logprob is None else _WITH_LLM
+    prosody = evidence.prosody or _USUAL_PROSODY
+    values = (
+        *prosody.levels_db,
+        prosody.pitch_drop,
+        prosody.pitch_slope,
+        prosody.last_run_s,
+        prosody.pitched_share,
+    )
+    total = weights.bias + sum(w * v for w, v in zip(weights.prosody, values, strict=True))
+    if completeness is Completeness.QUESTION:
+        total += weights.question
+    elif completeness is Completeness.SENTENCE:
+        total += weights.sentence
+    if evidence.end_logprob is not None:
+        total += weights.end_logprob * max(evidence.end_logprob, _MIN_LOGPROB)
+    probability = 1.0 / (1.0 + math.exp(-total))
+    if evidence.model_probability is not None:
+        return _MODEL_SHARE * evidence.model_probability + (1 - _MODEL_SHARE) * probability
+    return probability
 
 
 def judge(text: str) -> Completeness:

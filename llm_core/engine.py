@@ -110,7 +110,7 @@ class Engine:
         validate_params(params, vocab_size=self._tokenizer.vocab_size)
         # Room for the reply, or for as much of it as is fair to ask of a short context.
         reply_len = min(params.max_tokens, self._runner.max_context // 4)
-        prompt_ids = self._encode(messages, reply_len=reply_len)
+        prompt_ids = self._encode(messages, reply_len=reply_len, is_open=params.continue_last)
         max_len = min(len(prompt_ids) + params.max_tokens, self._runner.max_context)
         sequence = TokenSequence(request_id, prompt_ids, max_len=max_len)
         generation = Generation(
@@ -158,7 +158,9 @@ class Engine:
             cached_tokens=slots.cached_len,
         )
 
-    def _encode(self, messages: Sequence[ChatMessage], *, reply_len: int) -> list[int]:
+    def _encode(
+        self, messages: Sequence[ChatMessage], *, reply_len: int, is_open: bool = False
+    ) -> list[int]:
         max_context = self._runner.max_context
         num_bytes = sum(len(m.content.encode("utf-8", errors="replace")) for m in messages)
         if num_bytes > max_context * _MAX_BYTES_PER_TOKEN:
@@ -166,7 +168,8 @@ class Engine:
                 f"the messages have {num_bytes} bytes; that cannot fit into the context of "
                 f"{max_context} tokens"
             )
-        prompt_ids = self._tokenizer.encode_pieces(self._template.render(messages))
+        render = self._template.render_open if is_open else self._template.render
+        prompt_ids = self._tokenizer.encode_pieces(render(messages))
         if not prompt_ids:
             raise InvalidRequestError("messages: the prompt is empty")
         if len(prompt_ids) + reply_len > max_context:

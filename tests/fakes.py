@@ -18,6 +18,7 @@ from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
 from audio.asr import Transcript
 from llm_core import (
+    Alternative,
     ChatMessage,
     FirstToken,
     GenerationDone,
@@ -25,6 +26,7 @@ from llm_core import (
     PrefillResult,
     SamplingParams,
     TextDelta,
+    TokenLogprob,
     Usage,
 )
 
@@ -133,7 +135,8 @@ class ToneSynthesizer:
 class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
-    ``gate`` holds it before the next word.
+    ``gate`` holds it before the next word. Asked how likely a message is to end (see
+    ``turn_judge``), it says ``end_logprob`` and counts no request.
     """
 
     def __init__(self, *replies: str) -> None:
@@ -143,6 +146,8 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
         self.num_running = 0
         self.error: Exception | None = None
+        self.end_logprob = -0.2
+        self.judged: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -153,6 +158,12 @@ class ScriptedEngine:
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams
     ) -> AsyncIterator[GenerationEvent]:
+        if params.continue_last:
+            self.judged.append(messages[-1].content)
+            top = (Alternative(b".", self.end_logprob),)
+            said = (TokenLogprob(token=b".", logprob=self.end_logprob, top=top),)
+            yield TextDelta(text=".", num_tokens=1, logprobs=said)
+            return
         self.requests.append(list(messages))
         self.params.append(params)
         number = len(self.requests)

@@ -126,6 +126,8 @@ def run(
     Without ``url`` a server is started for it; only then is its CPU time known. ``record``: a
     folder for the recordings, left the caller, right the replies. Raises ParleyError.
     """
+    if record is not None:
+        record.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_run(callers, turns, url, api_key, home, record, on_note))
 
 
@@ -143,8 +145,6 @@ async def _run(
     vad = VadModel()
     on_note("speaking the script")
     script = [speak_line(line, voice, vad) for line in SCRIPT[:turns]]
-    if record is not None:
-        record.mkdir(parents=True, exist_ok=True)
     tally = Tally()
     async with AsyncExitStack() as stack:
         pid = None

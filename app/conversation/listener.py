@@ -122,8 +122,13 @@ class Listener:
         if self._detects and self._endpointer.state is VoiceState.SILENT:
             self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
 
-    def end_after(self, silence_ms: int) -> list[VoiceEvent]:
-        """The present pause ends the turn once it lasts ``silence_ms``; the end, if it does now."""
+    def end_after(self, last_voiced_sample: int, silence_ms: int) -> list[VoiceEvent]:
+        """The pause since ``last_voiced_sample`` ends the turn once it lasts ``silence_ms``.
+
+        Returns the end if it has come already. Without effect when the voice came back since.
+        """
+        if last_voiced_sample != self.last_voiced_sample:
+            return []
         return self._endpointer.wait_for(silence_ms)
 
     def take(self, start_sample: int, end_sample: int | None = None) -> Samples:

@@ -62,10 +62,10 @@ from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled, Transcriber
 from app.conversation.turn import Turn
+from app.conversation.turn_judge import silence_ms
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
-from audio import turn_end
 from audio.endpoint import VoiceEnded
 from audio.voice_end import find_voice_end
 from llm_core import ChatMessage, LlmError
@@ -273,7 +273,7 @@ class Session:
             case TryTranscript():
                 samples = self._listener.take(self._start_sample)
                 early = self._transcriber.try_early(samples, action.last_voiced_sample)
-                self._ahead.do(self._answer_early(early))
+                self._ahead.do(self._answer_early(early, action.last_voiced_sample))
             case DropTranscript():
                 self._transcriber.drop()
                 await self._ahead.discard()
@@ -434,14 +434,14 @@ class Session:
 
     # --- ahead of certainty ---
 
-    async def _answer_early(self, early: asyncio.Task[Settled]) -> None:
+    async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         words = (await asyncio.shield(early)).transcript.text
-        wait_ms = await self._judge_pause(words)
-        if wait_ms > _LONG_WAIT_MS:
-            # Most likely the caller goes on: no work for nothing until the wait is nearly over.
-            await self._clock.sleep((wait_ms - _LONG_WAIT_MS) / 1000)
         said = [*self._history.messages(self.config.instructions), ChatMessage("user", words)]
+        left_ms = await self._judge_pause(said, last_voiced)
+        if left_ms > _LONG_WAIT_MS:
+            # Most likely the caller goes on: no work for nothing until the wait is nearly over.
+            await self._clock.sleep((left_ms - _LONG_WAIT_MS) / 1000)
         async with self._floor:
             # The caller may have gone on, or finished, while the words were made.
             if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
@@ -451,16 +451,18 @@ class Session:
                 return
         await self._warm(said)
 
-    async def _judge_pause(self, words: str) -> int:
-        """Let what was said decide how long this pause may last; ms that are left of that."""
+    async def _judge_pause(self, said: list[ChatMessage], last_voiced: int) -> int:
+        """Let what was said decide how long this pause may last; ms that are left of it."""
         detection = self.config.turn_detection
         if detection is None or detection.kind != "semantic_vad":
             return 0
-        silence_ms = turn_end.silence_ms(turn_end.Evidence(words), detection.eagerness)
-        if self._dialog.caller is Caller.MAYBE_FINISHED:
-            for event in self._listener.end_after(silence_ms):
-                await self._feed(event)
-        return silence_ms - self._listener.silence_ms
+        start = self._start_sample
+        samples = self._listener.take(start)
+        services = self._services
+        wait_ms = await silence_ms(services, detection, said, samples, last_voiced - start)
+        for event in self._listener.end_after(last_voiced, wait_ms):
+            await self._feed(event)
+        return wait_ms - self._listener.silence_ms
 
     async def _warm(self, messages: list[ChatMessage]) -> None:
         try:
