@@ -22,7 +22,7 @@ import app as app_package
 from app.api.calls_registry import CallsRegistry
 from app.api.client_secrets import client_secrets_router
 from app.api.realtime import MakeSession, RealtimeConnection
-from app.api.realtime_session import OWN_NAME
+from app.api.realtime_names import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
@@ -142,7 +142,7 @@ def create_app(
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
-    app.include_router(client_secrets_router(settings))
+    app.include_router(client_secrets_router(settings, services.tools.names))
     _add_realtime(app, services, make_session)
     app.mount("/", _Pages(directory=web_root, html=True))
     return app

@@ -73,7 +73,7 @@ async def test_the_body_may_be_empty_and_is_checked() -> None:
         assert (await http.post("/v1/realtime/client_secrets")).status_code == 200
         for body, code, param in (
             (b"{", "invalid_json", None),
-            (b"[]", "invalid_type", None),
+            (b"[]", "invalid_json", None),
             (b"{" + b" " * 200_000 + b"}", "body_too_large", None),
             (
                 b'{"expires_after":{"seconds":5}}',

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from app.api.realtime_events import SessionUpdate, parse_event
-from app.api.realtime_session import Names, SessionState, to_config, to_wire
+from app.api.realtime_names import Names
+from app.api.realtime_session import SessionState, to_config, to_wire
 from app.config import Settings
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
@@ -232,9 +233,23 @@ _INPUT, _OUTPUT = "session.audio.input", "session.audio.output"
         ({"input_audio_format": "pcm16"}, "unknown_parameter", "session.input_audio_format"),
         ({"instructions": 5}, "invalid_type", "session.instructions"),
         ({"instructions": "x" * 100_001}, "string_above_max_length", "session.instructions"),
-        ({"tools": [{"type": "function"}]}, "unsupported_value", "session.tools"),
-        ({"truncation": "disabled"}, "unsupported_value", "session.truncation"),
-        ({"tracing": "auto"}, "unsupported_value", "session.tracing"),
+        (
+            {"tools": [{"type": "function"}]},
+            "missing_required_parameter",
+            "session.tools[0].name",
+        ),
+        ({"truncation": "half"}, "invalid_value", "session.truncation"),
+        (
+            {"truncation": {"type": "retention_ratio", "retention_ratio": 0}},
+            "invalid_value",
+            "session.truncation",
+        ),
+        (
+            {"truncation": {"type": "retention_ratio", "token_limits": {}}},
+            "unsupported_value",
+            "session.truncation",
+        ),
+        ({"tracing": "always"}, "invalid_value", "session.tracing"),
         ({"prompt": {"id": "p"}}, "unsupported_value", "session.prompt"),
         ({"audio": None}, "invalid_type", "session.audio"),
         ({"parley": {"trace": "yes"}}, "invalid_type", "session.parley.trace"),

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 
 from app.api.realtime_fields import WireModel, null_is, to_client_error
-from app.api.realtime_session import OWN_NAME, Names, SessionParams, SessionState, to_wire
+from app.api.realtime_names import OWN_NAME, Names
+from app.api.realtime_session import SessionParams, SessionState, to_wire
 from app.config import Settings
 from app.conversation.ids import new_id
 from app.errors import ClientError
@@ -31,7 +32,7 @@ class ClientSecretRequest(WireModel):
     session: Annotated[SessionParams, null_is(SessionParams())] = SessionParams()
 
 
-def client_secrets_router(settings: Settings) -> APIRouter:
+def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> APIRouter:
     """The session is checked as a ``session.update`` would be, and shown as it will begin."""
     router = APIRouter()
     names = Names.of(settings)
@@ -40,12 +41,15 @@ def client_secrets_router(settings: Settings) -> APIRouter:
     async def create(request: Request) -> dict[str, Any]:
         gatekeeper = request.app.state.gatekeeper
         grant = gatekeeper.check(request.headers)
-        wanted = _parsed(await read_body(request, MAX_BODY_BYTES))
-        state = SessionState(settings, names, wanted.session.model or OWN_NAME)
+        data = _json(await read_body(request, MAX_BODY_BYTES))
+        try:
+            wanted = ClientSecretRequest.model_validate(data)
+        except ValidationError as error:
+            raise to_client_error(error) from error
+        state = SessionState(settings, names, wanted.session.model or OWN_NAME, server_tools)
         state.params = state.merged(wanted.session, voice_locked=False)
-        session = wanted.session.model_dump(mode="json", exclude_unset=True)
         value, record = gatekeeper.client_secrets.create(
-            grant.owner, session, wanted.expires_after.seconds
+            grant.owner, data.get("session") or {}, wanted.expires_after.seconds
         )
         shown = to_wire(new_id("sess"), state.params)
         return {"value": value, "expires_at": record.expires_at_s, "session": shown}
@@ -65,12 +69,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _parsed(body: bytes) -> ClientSecretRequest:
+def _json(body: bytes) -> dict[str, Any]:
     try:
         data = pydantic_core.from_json(body or b"{}", allow_inf_nan=False)
     except ValueError as error:
         raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    try:
-        return ClientSecretRequest.model_validate(data)
-    except ValidationError as error:
-        raise to_client_error(error) from error
+    if not isinstance(data, dict):
+        raise ClientError("The body is not a JSON object.", code="invalid_json")
+    return data

@@ -19,21 +19,25 @@ from pydantic import ValidationError
 
 from app.api import realtime_events as ev
 from app.api.realtime_fields import to_client_error
-from app.api.realtime_session import (
-    Names,
-    SessionParams,
-    SessionState,
-    check_voice,
-    model_not_found,
-    to_config,
-    to_wire,
-)
+from app.api.realtime_names import Names, check_voice, model_not_found
+from app.api.realtime_session import SessionParams, SessionState, to_config, to_wire
+from app.api.realtime_tools import check_tools, tools_of
 from app.api.realtime_wire import Speaker, Wire, WireMapper, error_event, item_object, server_event
-from app.conversation.events import Item, OutputAudio, Part, SessionEvent, Sink
+from app.conversation.events import (
+    Item,
+    OutputAudio,
+    Part,
+    SessionEvent,
+    Sink,
+    ToolCall,
+    ToolOutput,
+)
 from app.conversation.ids import new_id
+from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
+from app.conversation.side_responses import SideResponses
 from app.errors import AudioInputError, ClientError, ParleyError
 from app.logging_setup import session_id
 from app.transports.base import AudioOut, ChannelClosed, EventChannel
@@ -71,11 +75,13 @@ class RealtimeConnection:
         self._opening = opening or {}
         self._audio_out = audio_out
         self._session: Session | None = None
+        self._side: SideResponses | None = None
         # Events come from several clients, and audio beside them; the session takes one at a time.
         self._turnstile = asyncio.Lock()
         self._services = services
         self._names = Names.of(services.settings)
-        self._state = SessionState(services.settings, self._names, model)
+        server_tools = services.tools.names
+        self._state = SessionState(services.settings, self._names, model, server_tools)
         self._mapper = WireMapper(f"conv_{secrets.token_hex(10)}", self._speaker())
         self._make_session = make_session
         self._client_heard_voice = False
@@ -100,6 +106,7 @@ class RealtimeConnection:
         started_s = time.monotonic()
         await self._send(server_event("session.created", session=self._session_object(session)))
         self._session = session
+        self._side = side = SideResponses(self._services, self._sink, session.id)
         try:
             await self._watch_and_serve(session)
         except ExceptionGroup as errors:
@@ -107,6 +114,7 @@ class RealtimeConnection:
             await self._channel.close(1011, "internal error")
         finally:
             self._session = None
+            await side.close()
             await session.close()
             for channel in [*self._attached]:
                 await channel.close(1000, "the call has ended")
@@ -227,7 +235,8 @@ class RealtimeConnection:
             case ev.ResponseCreate():
                 await self._respond(session, event.response or ev.ResponseParams())
             case ev.ResponseCancel():
-                await session.cancel_response(event.response_id)
+                if not (self._side and event.response_id and self._side.cancel(event.response_id)):
+                    await session.cancel_response(event.response_id)
             case ev.OutputClear():
                 await self._clear_output()
             case _:
@@ -275,11 +284,33 @@ class RealtimeConnection:
         output = params.audio.output if params.audio else None
         if output is not None and output.voice is not None:
             check_voice(self._names, output.voice, "response.audio.output.voice")
-        await session.create_response(
+        tools = None if params.tools is None else tools_of(params.tools)
+        check_tools(
+            session.config.tools if tools is None else tools,
+            params.tool_choice,
+            self._services.tools.names,
+            "response",
+        )
+        request = ResponseRequest(
             modality=params.output_modalities[0] if params.output_modalities else None,
             instructions=params.instructions,
             max_output_tokens=params.max_output_tokens,
             metadata=params.metadata,
+            tools=tools,
+            tool_choice=params.tool_choice,
+            items=None if params.input is None else self._input(session, params.input),
+        )
+        if params.conversation == "none":
+            assert self._side is not None
+            self._side.start(request, session.history, session.config)
+        else:
+            await session.create_response(request)
+
+    def _input(self, session: Session, given: list[ev.InputItem]) -> tuple[Item, ...]:
+        """The items that a response is to answer. Raises ClientError."""
+        return tuple(
+            session.get_item(item.id) if isinstance(item, ev.ItemReference) else _to_item(item)
+            for item in given
         )
 
     async def _sink(self, event: SessionEvent) -> None:
@@ -338,9 +369,17 @@ def _internal_error(error: Exception, client_event_id: str | None) -> Wire:
     return error_event("server_error", code, message, client_event_id=client_event_id)
 
 
-def _to_item(item: ev.MessageItem) -> Item:
-    parts = [Part(part.type, part.words) for part in item.content]
-    return Item(item.id or new_id("item"), item.role, parts)
+def _to_item(item: ev.ClientItem) -> Item:
+    item_id = item.id or new_id("item")
+    match item:
+        case ev.FunctionCallItem():
+            call = ToolCall(item.call_id or new_id("call"), item.name, item.arguments)
+            return Item(item_id, "assistant", call=call)
+        case ev.FunctionOutputItem():
+            return Item(item_id, "tool", output=ToolOutput(item.call_id, item.output))
+        case _:
+            parts = [Part(part.type, part.words) for part in item.content]
+            return Item(item_id, item.role, parts)
 
 
 async def decode_base64(text: str) -> bytes:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from audio.codecs import PCM16_24K, AudioFormat
 
@@ -38,6 +38,23 @@ class TurnDetection:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the client runs for the model. ``parameters``: a JSON schema."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may call a tool, must not, must, or must call the one named ``name``."""
+
+    kind: Literal["auto", "none", "required", "function"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SessionConfig:
     """Settings of one conversation.
 
@@ -45,6 +62,9 @@ class SessionConfig:
     the audio itself. ``speed`` is a factor on the speaking rate. ``transcribe``: send the caller's
     transcript to the client (it is made in any case). ``language`` None: the model decides.
     ``noise_reduction``: the caller's microphone, as far as the client wants its noise reduced.
+    ``tools`` are the client's; ``server_tools``: which of the server's own the model may call, None
+    for all. ``retention_ratio``: the share of a prompt that is kept when it is too long;
+    None: as the server likes, 0: nothing is dropped, the response fails.
     """
 
     instructions: str
@@ -55,6 +75,11 @@ class SessionConfig:
     input_format: AudioFormat = PCM16_24K
     output_format: AudioFormat = PCM16_24K
     speed: float = 1.0
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    server_tools: tuple[str, ...] | None = None
+    retention_ratio: float | None = None
     transcribe: bool = True
     language: str | None = None
     transcription_prompt: str | None = None
