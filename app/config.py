@@ -107,6 +107,12 @@ class Settings(BaseSettings):
     eager_reply: bool = Field(
         default=True, description="begin the answer before the end of the turn is certain"
     )
+    eager_max_generating: int = Field(
+        default=2, ge=1, description="with so many answers in the making none is begun in hope"
+    )
+    partial_transcripts: bool = Field(
+        default=True, description="transcribe while the caller speaks, when there is time"
+    )
     max_turn_s: float = Field(default=60.0, ge=1.0, le=600.0)
     playout_lead_ms: int = Field(
         default=1000, ge=60, le=60_000, description="audio sent ahead of its playout time"

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from app.config import Settings
 from app.conversation.events import SessionEvent
+from app.conversation.load import Load
+from app.conversation.recognition import Recognition
 from app.conversation.services import Services
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
@@ -219,16 +221,20 @@ def fake_services(
     tools: ToolBox | None = None,
     **settings: Any,
 ) -> Services:
-    """Services without a model in them."""
+    """Services without a model in them. Scripted transcripts are those of whole turns."""
+    workers = InlineExecutor(1)
+    recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
+    known = Settings.model_validate({"partial_transcripts": False, **settings})
     return Services(
         engine=cast(Any, engine),
-        recognizer=cast(Any, recognizer or ScriptedRecognizer()),
+        recognition=recognition,
+        load=Load(recognition, known.eager_max_generating),
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
-        workers=InlineExecutor(1),
+        workers=workers,
         traces=TraceStore(100),
         loop_lag=LoopLag(),
-        settings=Settings.model_validate(settings),
+        settings=known,
         tools=tools or ToolBox(),
     )
 

@@ -33,6 +33,11 @@ class Ahead:
         """The running work, unless it is the one that asks."""
         return None if self._work is asyncio.current_task() else self._work
 
+    @property
+    def is_idle(self) -> bool:
+        """No work is running."""
+        return self._work is None or self._work.done()
+
     def do(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` instead of what runs now. Its failure is its own: it only saves time."""
         if self._work is not None:

@@ -53,27 +53,24 @@ from app.conversation.events import (
     TranscriptionFailed,
     TurnTraced,
 )
+from app.conversation.hearing import HeardTurn, Hearing, untold
 from app.conversation.history import History
 from app.conversation.ids import new_id
-from app.conversation.listener import RATE, Listener
+from app.conversation.listener import RATE
 from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.conversation.transcriber import Settled, Transcriber
+from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
-from app.conversation.turn_judge import silence_ms
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
 from audio.endpoint import VoiceEnded
-from audio.voice_end import find_voice_end
 from llm_core import ChatMessage, LlmError
 
 log = logging.getLogger(__name__)
 
 _MIN_COMMIT_SAMPLES = RATE // 10
-# Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
-_MAX_BUFFER_S = 300.0
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
 # An answer is begun so long before the pause would end the turn: about what it takes to make.
@@ -95,13 +92,7 @@ class Session:
         self._services = services
         self._sink = sink
         self._clock = clock or MonotonicClock()
-        self._listener = Listener(
-            services.vad,
-            config,
-            eager_silence_ms=services.settings.eager_silence_ms,
-            max_buffer_s=_MAX_BUFFER_S,
-        )
-        self._transcriber = Transcriber(services.recognizer, services.workers, self._clock)
+        self._hearing = Hearing(services, config, self._clock)
         self._dialog = Dialog(Rules())
         self._history = History()
         self._floor = asyncio.Lock()  # one event and its actions at a time
@@ -110,8 +101,6 @@ class Session:
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ahead = Ahead()
-        self._item_id = new_id("item")  # of the user item that the buffer will become
-        self._start_sample = 0  # where that item's audio begins
         self._num_commits = 0
         self._last_audio_ns = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
@@ -129,7 +118,7 @@ class Session:
 
     async def close(self) -> None:
         """Stop everything that runs for this caller; returns when nothing is left."""
-        self._transcriber.drop()
+        self._hearing.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -143,7 +132,7 @@ class Session:
         old, self.config = self.config, config
         if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
             async with self._floor:
-                self._listener.configure(config)
+                self._hearing.listener.configure(config)
                 await self._forget_speech()
         self._follow(config)
 
@@ -151,19 +140,30 @@ class Session:
 
     async def append_audio(self, payload: bytes, received_ns: int) -> None:
         """Take audio in the session's input format. Raises ClientError."""
-        for samples in self._listener.decode(payload):
+        listener = self._hearing.listener
+        for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
-            for event in self._listener.feed(samples, received_ns):
+            for event in listener.feed(samples, received_ns):
                 await self._feed(event)
+            if self._dialog.caller is Caller.SPEAKING:
+                await self._follow_words()
             speaking = self._dialog.caller is not Caller.SILENT
-            turn_samples = self._listener.position - self._start_sample
-            if speaking and turn_samples > self._services.settings.max_turn_s * RATE:
+            if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
                 await self._end_speech()
             await asyncio.sleep(0)  # a long append must not hold up the other callers
 
+    async def _follow_words(self) -> None:
+        """Tell the words that have become certain, and let the model read them."""
+        self._hearing.follow_words()
+        new = self._hearing.take_stable()
+        if new and self.config.transcribe:
+            await self._sink(TranscriptionDelta(self._hearing.item_id, new))
+        if self._ahead.is_idle and (words := self._hearing.take_prompt()):
+            self._ahead.do(self._warm([*self._prompt(), ChatMessage("user", words)]))
+
     async def commit_audio(self) -> None:
         """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
-        kept = self._listener.kept_samples
+        kept = self._hearing.listener.kept_samples
         if kept < _MIN_COMMIT_SAMPLES:
             raise ClientError(
                 f"the input audio buffer holds {kept * 1000 // RATE} ms of audio; a commit needs "
@@ -175,7 +175,7 @@ class Session:
     async def clear_audio(self) -> None:
         """Throw the buffered audio away."""
         async with self._floor:
-            self._listener.forget()
+            self._hearing.listener.forget()
             await self._forget_speech()
         await self._sink(InputCleared())
 
@@ -183,7 +183,7 @@ class Session:
 
     async def add_item(self, item: Item, previous_item_id: str | None = None) -> None:
         """Insert a message. Raises ClientError."""
-        if item.id == self._item_id:
+        if item.id == self._hearing.item_id:
             raise ClientError(
                 f"the id {item.id!r} belongs to the caller's turn in progress",
                 code="item_create_duplicate_item_id",
@@ -258,11 +258,10 @@ class Session:
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
             case TryTranscript():
-                samples = self._listener.take(self._start_sample)
-                early = self._transcriber.try_early(samples, action.last_voiced_sample)
+                early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
             case DropTranscript():
-                self._transcriber.drop()
+                self._hearing.drop_words()
                 await self._ahead.discard()
             case CommitTurn():
                 await self._commit(action.heard_end)
@@ -272,9 +271,8 @@ class Session:
 
     async def _announce(self, start_sample: int) -> None:
         await self._ahead.discard()
-        self._start_sample = max(start_sample, self._listener.kept_from)
-        start_ms = self._start_sample * 1000 // RATE
-        await self._sink(SpeechStarted(self._item_id, start_ms))
+        start_ms = self._hearing.begin(start_sample)
+        await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
         self._ahead.do(self._warm(self._prompt()))
 
@@ -287,40 +285,25 @@ class Session:
             self._last_turn.cut_to_heard()
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
-        now_ns = self._clock.now_ns()
-        listener, item_id = self._listener, self._item_id
-        start = self._start_sample if heard_end else listener.kept_from
-        end = heard_end.at_sample if heard_end else listener.position
-        last_voiced = heard_end.last_voiced_sample if heard_end else listener.last_voiced_sample
-        samples = listener.take(start, end)
-        settling = self._transcriber.settle(samples, last_voiced)
-        trace = TurnTrace(new_id("turn"), self.id, spoken=True)
-        voiced_len = (end if last_voiced is None else last_voiced) - start
-        trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
-        trace.mark("endpoint", now_ns)
-        listener.forget(end)
-        self._item_id = new_id("item")
+        heard = self._hearing.take(heard_end, self.id)
         self._num_commits += 1
-
-        part = Part("input_audio", None, len(samples) * 1000 / RATE)
-        item = Item(item_id, "user", [part])
+        item = heard.item
         previous = self._history.append_own(item)
         for evicted in self._history.take_evicted():
             await self._sink(ItemDeleted(evicted))
         if heard_end:
             end_ms = heard_end.last_voiced_sample * 1000 // RATE
-            await self._sink(SpeechStopped(item_id, end_ms))
-        await self._sink(InputCommitted(item_id, previous))
+            await self._sink(SpeechStopped(item.id, end_ms))
+        await self._sink(InputCommitted(item.id, previous))
         await self._sink(ItemAdded(item, previous))
         await self._sink(ItemDone(item, previous))
-        self._spawn(self._settle(item, settling, trace, self._num_commits))
+        self._spawn(self._settle(heard, self._num_commits))
 
-    async def _settle(
-        self, item: Item, settling: asyncio.Task[Settled], trace: TurnTrace, commit: int
-    ) -> None:
+    async def _settle(self, heard: HeardTurn, commit: int) -> None:
+        item, trace = heard.item, heard.trace
         part = item.content[0]
         try:
-            settled = await settling
+            settled = await heard.settling
         except Exception as caught:
             error = caught
             if not isinstance(error, RecognitionError):
@@ -334,7 +317,7 @@ class Session:
             trace.mark("asr_final", settled.at_ns)
             trace.facts["asr_ms"] = settled.transcript.took_ms
             if self.config.transcribe:
-                await self._tell_transcript(item.id, part)
+                await self._tell_transcript(item.id, part, heard.told)
         # Of turns in quick succession only the last one is answered (with all that was said).
         if commit == self._num_commits:
             self._heard = trace
@@ -342,10 +325,10 @@ class Session:
             if not self._dialog.has_response:
                 await self._ahead.discard()
 
-    async def _tell_transcript(self, item_id: str, part: Part) -> None:
+    async def _tell_transcript(self, item_id: str, part: Part, told: str) -> None:
         text = part.text or ""
-        if text:
-            await self._sink(TranscriptionDelta(item_id, text))
+        if rest := untold(told, text):
+            await self._sink(TranscriptionDelta(item_id, rest))
         await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
 
     async def _start_response(self, request: ResponseRequest) -> None:
@@ -363,7 +346,7 @@ class Session:
         else:
             turn.trace.begin_typed(self._clock.now_ns())
         turn.trace.facts.update(self._ahead.take_wasted())
-        turn.trace.facts["wasted_transcripts"] = self._transcriber.take_num_dropped()
+        turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
@@ -424,7 +407,9 @@ class Session:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         words = (await asyncio.shield(early)).transcript.text
         said = [*self._prompt(), ChatMessage("user", words)]
-        left_ms = await self._judge_pause(said, last_voiced)
+        events, left_ms = await self._hearing.judge_pause(said, last_voiced)
+        for event in events:
+            await self._feed(event)
         if left_ms > _LONG_WAIT_MS:
             # Most likely the caller goes on: no work for nothing until the wait is nearly over.
             await self._clock.sleep((left_ms - _LONG_WAIT_MS) / 1000)
@@ -432,23 +417,14 @@ class Session:
             # The caller may have gone on, or finished, while the words were made.
             if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
                 return
-            if self._services.settings.eager_reply and self._dialog.will_answer:
+            if self._may_answer_early():
                 await self._ahead.hold(self._make_turn(ResponseRequest(), said))
                 return
         await self._warm(said)
 
-    async def _judge_pause(self, said: list[ChatMessage], last_voiced: int) -> int:
-        """Let what was said decide how long this pause may last; ms that are left of it."""
-        detection = self.config.turn_detection
-        if detection is None or detection.kind != "semantic_vad":
-            return 0
-        start = self._start_sample
-        samples = self._listener.take(start)
-        services = self._services
-        wait_ms = await silence_ms(services, detection, said, samples, last_voiced - start)
-        for event in self._listener.end_after(last_voiced, wait_ms):
-            await self._feed(event)
-        return wait_ms - self._listener.silence_ms
+    def _may_answer_early(self) -> bool:
+        wanted = self._services.settings.eager_reply and self._dialog.will_answer
+        return wanted and self._services.load.may_speculate()
 
     async def _warm(self, messages: list[ChatMessage]) -> None:
         try:
@@ -468,19 +444,18 @@ class Session:
         self._dialog.rules = (
             Rules(detection.create_response, detection.interrupt_response) if detection else Rules()
         )
-        self._transcriber.language = config.language
-        self._transcriber.prompt = config.transcription_prompt
+        self._hearing.follow(config)
 
     async def _forget_speech(self) -> None:
         self._dialog.forget_caller()
-        self._transcriber.drop()
+        self._hearing.forget()
         await self._ahead.discard()
-        self._start_sample = self._listener.position
 
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""
-        position = self._listener.position
-        last_voiced = self._listener.last_voiced_sample or position
+        listener = self._hearing.listener
+        position = listener.position
+        last_voiced = listener.last_voiced_sample or position
         await self._feed(VoiceEnded(last_voiced, position))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

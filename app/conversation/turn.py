@@ -277,8 +277,9 @@ class Turn:
                 self.trace.facts["dropped_messages"] = num_messages - len(messages)
             try:
                 async with aclosing(self._services.engine.generate(messages, params)) as events:
-                    async for event in events:
-                        yield event
+                    with self._services.load.generating():
+                        async for event in events:
+                            yield event
                 return
             except PromptTooLongError as error:
                 shorter = None if ratio == 0 else shortened(messages, ratio or 0.5)
