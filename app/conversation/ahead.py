@@ -14,7 +14,7 @@ from typing import Any
 from app.conversation.session_config import SessionConfig
 from app.conversation.turn import Turn
 from app.errors import RecognitionError
-from llm_core import ChatMessage
+from llm_core import ChatMessage, EngineClient, LlmError
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,15 @@ class Ahead:
         facts = {"wasted_answers": self._wasted_answers, "wasted_tokens": self._wasted_tokens}
         self._wasted_answers = self._wasted_tokens = 0
         return facts
+
+
+async def warm(engine: EngineClient, messages: list[ChatMessage]) -> None:
+    """Let the model read ``messages``, so that an answer to them begins sooner."""
+    try:
+        await engine.prefill(messages)
+    except LlmError as error:
+        # Only a head start is lost; the turn itself meets the same error and reports it.
+        log.info("prefill in advance failed: %s", error)
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:

@@ -96,6 +96,11 @@ class Hearing:
         self._told += new
         return new
 
+    @property
+    def told(self) -> str:
+        """The stable words that were taken."""
+        return self._told
+
     def take_prompt(self) -> str:
         """The stable words, if enough have come since the last time to be worth reading; or ""."""
         num_words = len(self._told.split())

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from app.clock import Clock, MonotonicClock
-from app.conversation.ahead import Ahead
+from app.conversation.ahead import Ahead, warm
 from app.conversation.dialog import (
     Action,
     AnnounceSpeech,
@@ -26,7 +26,11 @@ from app.conversation.dialog import (
     CutPlayback,
     Dialog,
     DialogEvent,
+    DropSpeech,
     DropTranscript,
+    HoldResponse,
+    InterruptionJudged,
+    ReleaseResponse,
     ResponseFinished,
     ResponseRequested,
     Rules,
@@ -65,8 +69,9 @@ from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
+from audio.backchannel import is_backchannel
 from audio.endpoint import VoiceEnded
-from llm_core import ChatMessage, LlmError
+from llm_core import ChatMessage
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +80,8 @@ _MIN_COMMIT_SAMPLES = RATE // 10
 _STALL_S = 1.5
 # An answer is begun so long before the pause would end the turn: about what it takes to make.
 _LONG_WAIT_MS = 500
+# Nobody says "mhm" for so long.
+_SURE_INTERRUPTION_S = 1.5
 
 
 class Session:
@@ -147,6 +154,8 @@ class Session:
                 await self._feed(event)
             if self._dialog.caller is Caller.SPEAKING:
                 await self._follow_words()
+            if self._dialog.is_held and self._hearing.turn_s > _SURE_INTERRUPTION_S:
+                await self._feed(InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
                 await self._end_speech()
@@ -156,10 +165,13 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
+        if new and self._dialog.is_held and not is_backchannel(self._hearing.told):
+            await self._feed(InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
         if self._ahead.is_idle and (words := self._hearing.take_prompt()):
-            self._ahead.do(self._warm([*self._prompt(), ChatMessage("user", words)]))
+            said = [*self._prompt(), ChatMessage("user", words)]
+            self._ahead.do(warm(self._services.engine, said))
 
     async def commit_audio(self) -> None:
         """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
@@ -254,6 +266,14 @@ class Session:
                 await self._announce(action.start_sample)
             case StopResponse():
                 await self._stop_response(action.reason)
+            case HoldResponse():
+                assert self._turn is not None, "an answer that sounds is running"
+                self._turn.hold()
+            case ReleaseResponse():
+                if self._turn is not None:
+                    self._spawn(self._turn.release())
+            case DropSpeech():
+                await self._drop_speech()
             case CutPlayback():
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
@@ -274,7 +294,16 @@ class Session:
         start_ms = self._hearing.begin(start_sample)
         await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._ahead.do(self._warm(self._prompt()))
+        self._ahead.do(warm(self._services.engine, self._prompt()))
+
+    async def _drop_speech(self) -> None:
+        """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
+        listener = self._hearing.listener
+        end_ms = (listener.last_voiced_sample or listener.position) * 1000 // RATE
+        listener.forget()
+        self._hearing.forget()
+        await self._ahead.discard()
+        await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
     async def _stop_response(self, reason: str) -> None:
         turn, self._turn = self._turn, None
@@ -405,7 +434,12 @@ class Session:
 
     async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
+        services = self._services
         words = (await asyncio.shield(early)).transcript.text
+        if self._dialog.is_held and self._dialog.caller is Caller.MAYBE_FINISHED:
+            await self._feed(InterruptionJudged(is_meant=not is_backchannel(words)))
+        if self._dialog.caller is not Caller.MAYBE_FINISHED:
+            return
         said = [*self._prompt(), ChatMessage("user", words)]
         events, left_ms = await self._hearing.judge_pause(said, last_voiced)
         for event in events:
@@ -417,21 +451,11 @@ class Session:
             # The caller may have gone on, or finished, while the words were made.
             if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
                 return
-            if self._may_answer_early():
+            wanted = services.settings.eager_reply and self._dialog.will_answer
+            if wanted and services.load.may_speculate():
                 await self._ahead.hold(self._make_turn(ResponseRequest(), said))
                 return
-        await self._warm(said)
-
-    def _may_answer_early(self) -> bool:
-        wanted = self._services.settings.eager_reply and self._dialog.will_answer
-        return wanted and self._services.load.may_speculate()
-
-    async def _warm(self, messages: list[ChatMessage]) -> None:
-        try:
-            await self._services.engine.prefill(messages)
-        except LlmError as error:
-            # Only a head start is lost; the turn itself meets the same error and reports it.
-            log.info("prefill in advance failed: %s", error)
+        await warm(services.engine, said)
 
     # --- helpers ---
 
@@ -441,15 +465,21 @@ class Session:
 
     def _follow(self, config: SessionConfig) -> None:
         detection = config.turn_detection
-        self._dialog.rules = (
-            Rules(detection.create_response, detection.interrupt_response) if detection else Rules()
-        )
+        self._dialog.rules = Rules()
+        if detection is not None:
+            self._dialog.rules = Rules(
+                detection.create_response,
+                detection.interrupt_response,
+                judge_interruptions=detection.kind == "semantic_vad",
+            )
         self._hearing.follow(config)
 
     async def _forget_speech(self) -> None:
-        self._dialog.forget_caller()
+        actions = self._dialog.forget_caller()
         self._hearing.forget()
         await self._ahead.discard()
+        for action in actions:
+            await self._perform(action)
 
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""

@@ -161,6 +161,15 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    def hold(self) -> None:
+        """Silence now; the answer may go on where it stopped."""
+        self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
+        self._output.hold()
+
+    async def release(self) -> None:
+        """Go on where the answer stopped. Returns when it has caught up."""
+        await self._output.release()
+
     def cut_to_heard(self) -> None:
         """Cut history to what was heard by now. No-op once all of it was."""
         self._output.cut_to_heard()
