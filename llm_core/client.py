@@ -423,6 +423,10 @@ def _environment(num_threads: int) -> dict[str, str]:
         environment[name] = str(num_threads)
     environment.setdefault("OMP_WAIT_POLICY", "passive" if num_threads == 1 else "active")
     environment["TOKENIZERS_PARALLELISM"] = "false"
+    # A row of logits is freed and needed again at every step: kept, its pages need no new zeroes
+    # (a sampled token takes 0.15 ms instead of 0.32 at 49k tokens).
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     ours = str(Path(__file__).resolve().parent.parent)
     others = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ours}{os.pathsep}{others}" if others else ours

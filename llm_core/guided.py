@@ -159,11 +159,8 @@ def _limits() -> llguidance.LLParserLimits:
 def _grammar(guide: Guide, tool_format: ToolFormat) -> tuple[str, str]:
     """The grammar, and what the request calls it. Raises InvalidRequestError."""
     match guide:
-        case JsonGuide(schema=schema):
-            parsed = _schema(schema, "schema") if schema else {"type": "object"}
-            if not isinstance(parsed, dict):
-                raise InvalidRequestError("schema: must be a JSON object")
-            return _lark(f"start: {_json(parsed)}"), "schema"
+        case JsonGuide():
+            return _lark(f"start: {_json_guide(guide)}"), "schema"
         case RegexGuide(pattern=pattern):
             if not 0 < len(pattern) <= MAX_GUIDE_CHARS:
                 raise InvalidRequestError(
@@ -216,16 +213,16 @@ def _tool_rules(guide: ToolGuide, tool_format: ToolFormat) -> str:
             for tool in guide.tools
         ]
     }
-    call = _json(calls)
+    call = _json(calls, strict=all(tool.strict for tool in guide.tools))
     if tool_format == "llama3":
         # Calls have no mark of their own there: text that begins like one is one.
-        return (
-            f"start: {call}" if guide.required else f"start: {call} | TEXT\nTEXT: /[^{{](.|\\n)*/"
-        )
+        text = "/[^{](.|\\n)*/" if guide.text is None else _json_guide(guide.text)
+        return f"start: {call}" if guide.required else f"start: {call} | text\ntext: {text}"
     body = f'"\\n" {call} "\\n</tool_call>"'
-    if guide.required:
+    if guide.required or guide.text is not None:
         more = ' ("\\n" call)*' if guide.parallel else ""
-        return f'start: call{more}\ncall: "<tool_call>" {body}'
+        text = "" if guide.required or guide.text is None else f" | {_json_guide(guide.text)}"
+        return f'start: call{more}{text}\ncall: "<tool_call>" {body}'
     calls_in_text = "call*" if guide.parallel else "call?"
     return (
         f"start: {calls_in_text} TEXT\nTEXT: /(.|\\n)*/\n"
@@ -233,8 +230,16 @@ def _tool_rules(guide: ToolGuide, tool_format: ToolFormat) -> str:
     )
 
 
-def _json(schema: Any) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}"
+def _json_guide(guide: JsonGuide) -> str:
+    schema = _schema(guide.schema, "schema") if guide.schema else {"type": "object"}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError("schema: must be a JSON object")
+    return _json(schema, strict=guide.strict)
+
+
+def _json(schema: dict[str, Any], *, strict: bool) -> str:
+    options = {**_JSON_STYLE, "lenient": not strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _schema(text: str, name: str) -> Any:

@@ -17,11 +17,13 @@ ToolFormat = Literal["hermes", "llama3"]
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. ``parameters`` is a JSON Schema, as JSON text."""
+    """A function that the model may call. ``parameters`` is a JSON Schema, as JSON text;
+    ``strict`` as in ``JsonGuide``."""
 
     name: str
     description: str = ""
     parameters: str = '{"type": "object", "properties": {}}'
+    strict: bool = False
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +50,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class JsonGuide(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
-    """The reply is one JSON value of this schema (JSON text); "" asks for any JSON object."""
+    """The reply is one JSON value of this schema (JSON text); "" asks for any JSON object.
+
+    ``strict``: a schema with keywords that cannot be enforced is refused; otherwise they are
+    ignored.
+    """
 
     schema: str = ""
+    strict: bool = True
 
 
 class RegexGuide(msgspec.Struct, frozen=True, kw_only=True, tag="regex"):
@@ -69,12 +76,14 @@ class ToolGuide(msgspec.Struct, frozen=True, kw_only=True, tag="tools"):
     """Calls in the reply are well-formed: known names, arguments of the tool's own schema.
 
     ``required``: the reply is a call (with ``parallel``: one or more) and nothing else. Otherwise
-    the model is free to write text, until it begins a call.
+    the model is free to write text, until it begins a call; with ``text``, a reply without calls
+    is JSON of that guide.
     """
 
     tools: tuple[ToolSpec, ...]
     required: bool = False
     parallel: bool = True
+    text: JsonGuide | None = None
 
 
 Guide = JsonGuide | RegexGuide | ChoiceGuide | ToolGuide

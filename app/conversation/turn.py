@@ -170,6 +170,11 @@ class Turn:
         """Go on where the answer stopped. Returns when it has caught up."""
         await self._output.release()
 
+    @property
+    def is_playing(self) -> bool:
+        """The player still has some of it to play."""
+        return self._output.playout.is_playing(self._clock.now_ns())
+
     def cut_to_heard(self) -> None:
         """Cut history to what was heard by now. No-op once all of it was."""
         self._output.cut_to_heard()
