@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from app.conversation.session_config import TurnDetection
 from audio.endpoint import VoiceEnded, VoiceEvent, VoicePaused, VoiceResumed, VoiceStarted
 
 
@@ -53,6 +54,14 @@ class Rules:
     interrupt_response: bool = True
     judge_interruptions: bool = False
     """A voice first only holds the answer; what was said decides whether it is stopped."""
+
+    @classmethod
+    def of(cls, detection: TurnDetection | None) -> Rules:
+        """What the session's turn detection asks for; without one the defaults."""
+        if detection is None:
+            return cls()
+        is_semantic = detection.kind == "semantic_vad"
+        return cls(detection.create_response, detection.interrupt_response, is_semantic)
 
 
 # --- events beside the endpointer's own (VoiceStarted, VoicePaused, VoiceResumed, VoiceEnded) ---

@@ -162,6 +162,12 @@ class Hearing:
         self._next_item()
         return heard
 
+    def take_silence(self, silence_ms: float) -> tuple[Item, int]:
+        """A silence as an item without words, and its end in ms of the session's audio."""
+        item = Item(self.item_id, "user", [Part("input_audio", "", silence_ms)])
+        self._next_item()
+        return item, self.listener.position * 1000 // RATE
+
     def forget(self) -> None:
         """Throw the turn at hand away: it is not the caller's, or nobody wants it."""
         self._begin_words()

@@ -33,7 +33,7 @@ class BusyRecognizerError(RecognitionError):
     code = "recognizer_busy"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """One piece of audio on its way. ``urgency`` may be raised while it waits."""
 

@@ -13,33 +13,10 @@ from functools import partial
 from typing import Any
 
 from app.clock import Clock, MonotonicClock
+from app.conversation import dialog as floor
 from app.conversation.ahead import Ahead, warm
-from app.conversation.dialog import (
-    Action,
-    AnnounceSpeech,
-    AudioCommitted,
-    AudioStarted,
-    Bot,
-    Caller,
-    CancelRequested,
-    CommitTurn,
-    CutPlayback,
-    Dialog,
-    DialogEvent,
-    DropSpeech,
-    DropTranscript,
-    HoldResponse,
-    InterruptionJudged,
-    ReleaseResponse,
-    ResponseFinished,
-    ResponseRequested,
-    Rules,
-    StartResponse,
-    StopResponse,
-    TranscriptReady,
-    TryTranscript,
-)
 from app.conversation.events import (
+    IdleTimedOut,
     InputCleared,
     InputCommitted,
     Item,
@@ -59,6 +36,7 @@ from app.conversation.events import (
 )
 from app.conversation.hearing import HeardTurn, Hearing, untold
 from app.conversation.history import History
+from app.conversation.idle import PROMPT, IdleWatch
 from app.conversation.ids import new_id
 from app.conversation.listener import RATE
 from app.conversation.requests import ResponseRequest
@@ -100,7 +78,7 @@ class Session:
         self._sink = sink
         self._clock = clock or MonotonicClock()
         self._hearing = Hearing(services, config, self._clock)
-        self._dialog = Dialog(Rules())
+        self._dialog = floor.Dialog(floor.Rules())
         self._history = History()
         self._floor = asyncio.Lock()  # one event and its actions at a time
         self._turn: Turn | None = None  # the running one
@@ -110,18 +88,34 @@ class Session:
         self._ahead = Ahead()
         self._num_commits = 0
         self._last_audio_ns = 0
+        self._idle = IdleWatch()
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
     # --- lifecycle ---
 
     async def run(self) -> None:
-        """Watch for audio that stops coming in mid-speech. Runs until cancelled."""
+        """Watch for audio that stops coming in mid-speech, and for silence. Until cancelled."""
         while True:
             await self._clock.sleep(_STALL_S / 4)
-            quiet_s = (self._clock.now_ns() - self._last_audio_ns) / 1e9
-            if self._dialog.caller is not Caller.SILENT and quiet_s > _STALL_S:
+            now_ns = self._clock.now_ns()
+            quiet_s = (now_ns - self._last_audio_ns) / 1e9
+            if self._dialog.caller is not floor.Caller.SILENT and quiet_s > _STALL_S:
                 await self._end_speech()
+            is_quiet = self.is_idle and self._last_turn is not None
+            if self._idle.is_due(self.config.turn_detection, now_ns, is_quiet=is_quiet):
+                await self._speak_up(now_ns - self._idle.since_ns)
+
+    async def _speak_up(self, silence_ns: int) -> None:
+        """Nobody spoke for too long: the silence becomes an item, and is answered."""
+        item, end_ms = self._hearing.take_silence(silence_ns / 1e6)
+        previous = self._history.append_own(item)
+        start_ms = max(0, end_ms - silence_ns // 1_000_000)
+        await self._sink(IdleTimedOut(item.id, start_ms, end_ms))
+        await self._tell_committed(item, previous)
+        prompt = f"{self.config.instructions}\n{PROMPT}".strip()
+        self._heard = None
+        await self._feed(floor.ResponseRequested(ResponseRequest(instructions=prompt)))
 
     async def close(self) -> None:
         """Stop everything that runs for this caller; returns when nothing is left."""
@@ -152,11 +146,11 @@ class Session:
             self._last_audio_ns = self._clock.now_ns()
             for event in listener.feed(samples, received_ns):
                 await self._feed(event)
-            if self._dialog.caller is Caller.SPEAKING:
+            if self._dialog.caller is floor.Caller.SPEAKING:
                 await self._follow_words()
             if self._dialog.is_held and self._hearing.turn_s > _SURE_INTERRUPTION_S:
-                await self._feed(InterruptionJudged(is_meant=True))
-            speaking = self._dialog.caller is not Caller.SILENT
+                await self._feed(floor.InterruptionJudged(is_meant=True))
+            speaking = self._dialog.caller is not floor.Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
                 await self._end_speech()
             await asyncio.sleep(0)  # a long append must not hold up the other callers
@@ -166,7 +160,7 @@ class Session:
         self._hearing.follow_words()
         new = self._hearing.take_stable()
         if new and self._dialog.is_held and not is_backchannel(self._hearing.told):
-            await self._feed(InterruptionJudged(is_meant=True))
+            await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
         if self._ahead.is_idle and (words := self._hearing.take_prompt()):
@@ -182,7 +176,7 @@ class Session:
                 "at least 100 ms",
                 code="input_audio_buffer_commit_empty",
             )
-        await self._feed(AudioCommitted())
+        await self._feed(floor.AudioCommitted())
 
     async def clear_audio(self) -> None:
         """Throw the buffered audio away."""
@@ -210,7 +204,11 @@ class Session:
     def is_idle(self) -> bool:
         """Nobody speaks, nothing is being answered, and what was said has been heard."""
         is_heard = self._last_turn is None or not self._last_turn.is_playing
-        return self._dialog.caller is Caller.SILENT and not self._dialog.has_response and is_heard
+        return (
+            self._dialog.caller is floor.Caller.SILENT
+            and not self._dialog.has_response
+            and is_heard
+        )
 
     @property
     def history(self) -> History:
@@ -244,7 +242,7 @@ class Session:
         # A turn whose words were known before the client asked has waited for the client, not for
         # us: the time since then is nobody's latency.
         self._heard = None
-        await self._feed(ResponseRequested(request or ResponseRequest()))
+        await self._feed(floor.ResponseRequested(request or ResponseRequest()))
 
     async def cancel_response(self, response_id: str | None = None) -> None:
         """Stop the active response. Raises ClientError when there is none, or another one."""
@@ -257,46 +255,47 @@ class Session:
                 code="response_cancel_not_active",
                 param="response_id" if response_id else None,
             )
-        await self._feed(CancelRequested())
+        await self._feed(floor.CancelRequested())
 
     # --- the floor ---
 
-    async def _feed(self, event: DialogEvent) -> None:
+    async def _feed(self, event: floor.DialogEvent) -> None:
         async with self._floor:
             for action in self._dialog.feed(event):
                 await self._perform(action)
 
-    async def _perform(self, action: Action) -> None:
+    async def _perform(self, action: floor.Action) -> None:
         match action:
-            case AnnounceSpeech():
+            case floor.AnnounceSpeech():
                 await self._announce(action.start_sample)
-            case StopResponse():
+            case floor.StopResponse():
                 await self._stop_response(action.reason)
-            case HoldResponse():
+            case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
-            case ReleaseResponse():
+            case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
-            case DropSpeech():
+            case floor.DropSpeech():
                 await self._drop_speech()
-            case CutPlayback():
+            case floor.CutPlayback():
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
-            case TryTranscript():
+            case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
-            case DropTranscript():
+            case floor.DropTranscript():
                 self._hearing.drop_words()
                 await self._ahead.discard()
-            case CommitTurn():
+            case floor.CommitTurn():
                 await self._commit(action.heard_end)
-            case StartResponse():
+            case floor.StartResponse():
                 assert action.request is None or isinstance(action.request, ResponseRequest)
                 await self._start_response(action.request or ResponseRequest())
 
     async def _announce(self, start_sample: int) -> None:
         await self._ahead.discard()
+        self._idle.caller_spoke()
         start_ms = self._hearing.begin(start_sample)
         await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
@@ -329,10 +328,13 @@ class Session:
         if heard_end:
             end_ms = heard_end.last_voiced_sample * 1000 // RATE
             await self._sink(SpeechStopped(item.id, end_ms))
-        await self._sink(InputCommitted(item.id, previous))
-        await self._sink(ItemAdded(item, previous))
-        await self._sink(ItemDone(item, previous))
+        await self._tell_committed(item, previous)
         self._spawn(self._settle(heard, self._num_commits))
+
+    async def _tell_committed(self, item: Item, previous_id: str | None) -> None:
+        await self._sink(InputCommitted(item.id, previous_id))
+        await self._sink(ItemAdded(item, previous_id))
+        await self._sink(ItemDone(item, previous_id))
 
     async def _settle(self, heard: HeardTurn, commit: int) -> None:
         item, trace = heard.item, heard.trace
@@ -356,7 +358,7 @@ class Session:
         # Of turns in quick succession only the last one is answered (with all that was said).
         if commit == self._num_commits:
             self._heard = trace
-            await self._feed(TranscriptReady(bool(part.text)))
+            await self._feed(floor.TranscriptReady(bool(part.text)))
             if not self._dialog.has_response:
                 await self._ahead.discard()
 
@@ -367,7 +369,7 @@ class Session:
         await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
 
     async def _start_response(self, request: ResponseRequest) -> None:
-        if self._turn is not None or self._dialog.bot is not Bot.THINKING:
+        if self._turn is not None or self._dialog.bot is not floor.Bot.THINKING:
             return  # the floor was lost while this was on its way
         heard, self._heard = self._heard, None
         turn = None
@@ -409,12 +411,12 @@ class Session:
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
         await turn.run()
-        actions: list[Action] = []
+        actions: list[floor.Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.
         if self._turn is turn:
             self._turn = None
-            actions = self._dialog.feed(ResponseFinished())
+            actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
         traced = turn.trace.to_dict()
         self._services.traces.add(traced)
@@ -434,7 +436,7 @@ class Session:
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
-            self._dialog.feed(AudioStarted())
+            self._dialog.feed(floor.AudioStarted())
 
     # --- ahead of certainty ---
 
@@ -442,9 +444,9 @@ class Session:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
-        if self._dialog.is_held and self._dialog.caller is Caller.MAYBE_FINISHED:
-            await self._feed(InterruptionJudged(is_meant=not is_backchannel(words)))
-        if self._dialog.caller is not Caller.MAYBE_FINISHED:
+        if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
+            await self._feed(floor.InterruptionJudged(is_meant=not is_backchannel(words)))
+        if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
         events, left_ms = await self._hearing.judge_pause(said, last_voiced)
@@ -455,7 +457,7 @@ class Session:
             await self._clock.sleep((left_ms - _LONG_WAIT_MS) / 1000)
         async with self._floor:
             # The caller may have gone on, or finished, while the words were made.
-            if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
+            if not words or self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
                 return
             wanted = services.settings.eager_reply and self._dialog.will_answer
             if wanted and services.load.may_speculate():
@@ -470,14 +472,7 @@ class Session:
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:
-        detection = config.turn_detection
-        self._dialog.rules = Rules()
-        if detection is not None:
-            self._dialog.rules = Rules(
-                detection.create_response,
-                detection.interrupt_response,
-                judge_interruptions=detection.kind == "semantic_vad",
-            )
+        self._dialog.rules = floor.Rules.of(config.turn_detection)
         self._hearing.follow(config)
 
     async def _forget_speech(self) -> None:
