@@ -161,6 +161,15 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    def hold(self) -> None:
+        """Silence now; the answer may go on where it stopped."""
+        self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
+        self._output.hold()
+
+    async def release(self) -> None:
+        """Go on where the answer stopped. Returns when it has caught up."""
+        await self._output.release()
+
     @property
     def is_playing(self) -> bool:
         """The player still has some of it to play."""
@@ -282,8 +291,9 @@ class Turn:
                 self.trace.facts["dropped_messages"] = num_messages - len(messages)
             try:
                 async with aclosing(self._services.engine.generate(messages, params)) as events:
-                    async for event in events:
-                        yield event
+                    with self._services.load.generating():
+                        async for event in events:
+                            yield event
                 return
             except PromptTooLongError as error:
                 shorter = None if ratio == 0 else shortened(messages, ratio or 0.5)
