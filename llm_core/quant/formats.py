@@ -18,6 +18,7 @@ __all__ = [
     "Weight",
     "float_rows",
     "quantize_int8",
+    "row_range",
     "stack_rows",
     "take_rows",
     "to_float",
@@ -36,6 +37,18 @@ def take_rows(weight: Weight, indices: torch.Tensor) -> Weight:
     if isinstance(weight, torch.Tensor):
         return weight.index_select(0, indices)
     return weight.rows(indices)
+
+
+def row_range(weight: Weight, first: int, last: int) -> Weight:
+    """Rows [first, last), a view; ``last`` may lie beyond the end."""
+    if isinstance(weight, torch.Tensor):
+        return weight[first:last]
+    if isinstance(weight, BlockTensor):
+        return BlockTensor(weight.kind, weight.blocks[first:last])
+    zero = None if weight.zero is None else weight.zero[first:last]
+    return GroupedCodes(
+        weight.codes[first:last], weight.scale[first:last], zero, weight.bits, weight.group
+    )
 
 
 def float_rows(weight: Weight, indices: torch.Tensor) -> torch.Tensor:
