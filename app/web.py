@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
+from app.api.calls import add_calls
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_session import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
@@ -34,6 +35,7 @@ from app.config import Settings
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.errors import ClientError, ConfigError, ParleyError
+from app.transports.base import EventChannel
 from app.transports.websocket import WebSocketChannel
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Connections:
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
-        self._channels: set[WebSocketChannel] = set()
+        self._channels: set[EventChannel] = set()
         self._is_closing = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -82,7 +84,7 @@ class Connections:
         return None
 
     @contextmanager
-    def entered(self, channel: WebSocketChannel) -> Iterator[None]:
+    def entered(self, channel: EventChannel) -> Iterator[None]:
         """Counts ``channel`` for as long as the block runs."""
         self._channels.add(channel)
         self._empty.clear()
@@ -138,6 +140,7 @@ def create_app(
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
     _add_realtime(app, services, make_session)
+    add_calls(app, services, app.state.connections, app.state.gatekeeper, make_session)
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
 

@@ -228,7 +228,8 @@ def test_nothing_of_ours_is_imported_inside_a_function() -> None:
 def test_third_party_imports_are_declared_and_kept_where_they_belong() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["speech"]]
+    optional = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *optional["speech"], *optional["webrtc"]]
     declared = {normalized(re.split(r"[\[<>=!~; ]", text)[0]) for text in requirements}
     distributions = packages_distributions()
 

@@ -17,6 +17,7 @@ import msgspec
 from app.api import realtime_events as ev
 from app.api.realtime_session import (
     Names,
+    SessionParams,
     SessionState,
     check_voice,
     model_not_found,
@@ -67,7 +68,7 @@ class RealtimeConnection:
             await self._send_error(model_not_found(model, "model"), None)
             await self._channel.close(1008, "model_not_found")
             return
-        session = self._make_session(self._services, to_config(self._state.params), self._sink)
+        session = self._make_session(self._services, self._config(), self._sink)
         session_id.set(session.id)
         logger.info("session opened", extra={"model": model})
         started_s = time.monotonic()
@@ -91,20 +92,24 @@ class RealtimeConnection:
             watching.cancel()
 
     async def _serve(self, session: Session) -> None:
-        idle_timeout_s = self._services.settings.idle_timeout_s
         while True:
             try:
-                async with asyncio.timeout(idle_timeout_s):
-                    message = await self._channel.receive()
+                message = await self._receive()
             except ChannelClosed as closed:
                 logger.info("channel closed", extra={"code": closed.code, "reason": closed.reason})
                 return
             except TimeoutError:
+                idle_timeout_s = self._services.settings.idle_timeout_s
                 reason = f"no message from the client for {idle_timeout_s:g} s"
                 await self._send(error_event("invalid_request_error", "session_idle", reason))
                 await self._channel.close(1001, reason)
                 return
             await self._handle(session, message, time.monotonic_ns())
+
+    async def _receive(self) -> str | bytes:
+        """The client's next message. Raises ChannelClosed, or TimeoutError when it is idle."""
+        async with asyncio.timeout(self._services.settings.idle_timeout_s):
+            return await self._channel.receive()
 
     async def _handle(self, session: Session, message: str | bytes, received_ns: int) -> None:
         """One client event. Whatever goes wrong is answered with an error; the session goes on."""
@@ -143,14 +148,17 @@ class RealtimeConnection:
             case ev.ResponseCancel():
                 await session.cancel_response(event.response_id)
             case ev.OutputClear():
-                raise ClientError(
-                    "output_audio_buffer.clear is for WebRTC calls: over a WebSocket the client "
-                    "plays the audio itself.",
-                    code="unsupported_value",
-                    param="type",
-                )
+                await self._clear_output(session)
             case _:
                 raise AssertionError(f"no handler for {type(event).__name__}")
+
+    async def _clear_output(self, session: Session) -> None:
+        raise ClientError(
+            "output_audio_buffer.clear is for WebRTC calls: over a WebSocket the client plays the "
+            "audio itself.",
+            code="unsupported_value",
+            param="type",
+        )
 
     async def _append(self, session: Session, audio: str, received_ns: int) -> None:
         payload = await decode_base64(audio)
@@ -168,7 +176,7 @@ class RealtimeConnection:
 
     async def _update(self, session: Session, event: ev.SessionUpdate) -> None:
         params = self._state.merged(event.session, voice_locked=self._client_heard_voice)
-        await session.update(to_config(params))
+        await session.update(self._config(params))
         self._state.params = params
         self._mapper.speaker = self._speaker()
         await self._send(server_event("session.updated", session=self._session_object(session)))
@@ -208,6 +216,10 @@ class RealtimeConnection:
                 client_event_id=client_event_id,
             )
         )
+
+    def _config(self, params: SessionParams | None = None) -> SessionConfig:
+        """``params`` (None: those in force) in the conversation's terms."""
+        return to_config(params or self._state.params)
 
     def _session_object(self, session: Session) -> Wire:
         return to_wire(session.id, self._state.params)

@@ -173,6 +173,10 @@ class WireMapper:
         return [_in_part(kind, event.response_id, event.item_id, delta=delta)]
 
     @to_wire.register
+    def _(self, event: e.PlaybackCut) -> list[Wire]:
+        return []  # a client that plays the audio itself acts on speech_started, or on its own will
+
+    @to_wire.register
     def _(self, event: e.OutputDone) -> list[Wire]:
         response_id, item = event.response_id, event.item
         text = "".join(part.text or "" for part in item.content)

@@ -186,6 +186,11 @@ class OutputAudio:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaybackCut:
+    """Whatever is being played must fall silent now; comes before the response's own end."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDone:
     """The response's message item is finished, cut, or abandoned (see ``item.status``)."""
 
@@ -224,6 +229,7 @@ SessionEvent = (
     | OutputStarted
     | OutputText
     | OutputAudio
+    | PlaybackCut
     | OutputDone
     | ResponseDone
     | TurnTraced

@@ -45,6 +45,7 @@ from app.conversation.events import (
     ItemDone,
     ItemTruncated,
     Part,
+    PlaybackCut,
     Response,
     ResponseDone,
     Sink,
@@ -267,6 +268,7 @@ class Session:
             case CutPlayback():
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
+                    await self._sink(PlaybackCut())
             case TryTranscript():
                 samples = self._listener.take(self._start_sample)
                 early = self._transcriber.try_early(samples, action.last_voiced_sample)
@@ -292,9 +294,11 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
+            await self._sink(PlaybackCut())
             await asyncio.wait([self._turn_task])
         elif self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
+            await self._sink(PlaybackCut())
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         now_ns = self._clock.now_ns()
