@@ -83,6 +83,20 @@ class Settings(BaseSettings):
     )
     max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
+    turn_detection: Literal["server_vad", "semantic_vad"] = Field(
+        default="server_vad", description="how turns end in sessions that do not say it"
+    )
+    tools: str | None = Field(
+        default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"
+    )
+    tool_filler: str = Field(
+        default="One moment.", description="said while a tool takes long; empty: nothing"
+    )
+    tool_filler_ms: int = Field(default=800, ge=0, le=60_000)
+    max_tool_rounds: int = Field(
+        default=4, ge=1, le=32, description="how often one answer may call the server's own tools"
+    )
+
     vad_threshold: float = Field(default=0.5, gt=0.0, lt=1.0)
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
     vad_silence_ms: int = Field(default=500, ge=100, le=10_000)

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from app.config import Settings
 from app.conversation.services import Services
+from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.errors import ConfigError, ModelStoreError
 from app.logging_setup import setup_logging
@@ -50,9 +51,10 @@ async def build_services(
     """Load and warm up the models, side by side; close them at the end of the block.
 
     Models that are not installed are fetched; ``progress`` hears of it, in a worker thread.
-    Raises ModelStoreError when a model cannot be had or loaded.
+    Raises ModelStoreError when a model cannot be had or loaded, ConfigError for wrong tools.
     """
     started_s = time.monotonic()
+    tools = ToolBox.load(settings.tools) if settings.tools else ToolBox()
     async with AsyncExitStack() as stack:
         workers = ThreadPoolExecutor(settings.speech_workers, thread_name_prefix="speech")
         # In a thread: a transcription that is under way cannot be stopped, and must not stop us.
@@ -83,6 +85,7 @@ async def build_services(
             traces=TraceStore(settings.trace_ring),
             loop_lag=loop_lag,
             settings=settings,
+            tools=tools,
         )
         await warm_up(services)
         logger.info("ready", extra={"took_s": round(time.monotonic() - started_s, 1)})

@@ -20,17 +20,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
 from app.api.calls import add_calls
+from app.api.calls_registry import CallsRegistry
+from app.api.client_secrets import client_secrets_router
 from app.api.realtime import MakeSession, RealtimeConnection
-from app.api.realtime_session import OWN_NAME
+from app.api.realtime_names import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
     REALTIME_SUBPROTOCOL,
     AuthenticationError,
     Gatekeeper,
+    Grant,
     HostError,
     OriginError,
 )
+from app.client_secrets import TooManySecretsError
 from app.config import Settings
 from app.conversation.services import Services
 from app.conversation.session import Session
@@ -134,13 +138,22 @@ def create_app(
     )
     app.state.gatekeeper = Gatekeeper(settings)
     app.state.connections = Connections(settings.max_sessions)
+    app.state.calls = CallsRegistry()
     app.add_middleware(_HostGuard, gatekeeper=app.state.gatekeeper)
     app.add_middleware(_SecurityHeaders)
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
+    app.include_router(client_secrets_router(settings, services.tools.names))
     _add_realtime(app, services, make_session)
-    add_calls(app, services, app.state.connections, app.state.gatekeeper, make_session)
+    add_calls(
+        app,
+        services,
+        app.state.connections,
+        app.state.gatekeeper,
+        app.state.calls,
+        make_session,
+    )
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
 
@@ -167,18 +180,22 @@ def _add_health(app: FastAPI, services: Services) -> None:
 def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -> None:
     connections: Connections = app.state.connections
     gatekeeper: Gatekeeper = app.state.gatekeeper
+    calls: CallsRegistry = app.state.calls
 
     @app.websocket("/v1/realtime")
     async def realtime(websocket: WebSocket) -> None:
         offered: list[str] = websocket.scope.get("subprotocols", [])
         try:
-            gatekeeper.check(websocket.headers, offered)
+            grant = gatekeeper.check_caller(websocket.headers, offered)
         except ClientError as error:
             await _deny(websocket, error)
             return
         chosen = REALTIME_SUBPROTOCOL if REALTIME_SUBPROTOCOL in offered else None
         await websocket.accept(subprotocol=chosen)
         async with WebSocketChannel(websocket) as channel:
+            if (call_id := websocket.query_params.get("call_id")) is not None:
+                await _attach(channel, calls, call_id, grant)
+                return
             # Refused with an event and a close code: browsers hide the status of a failed upgrade.
             if refusal := connections.refusal:
                 await _refuse(channel, error_event("server_error", "overloaded", refusal), 1013)
@@ -186,19 +203,30 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
             if unsupported := _unsupported_query(websocket):
                 await _refuse(channel, unsupported, 1008)
                 return
-            model = websocket.query_params.get("model") or OWN_NAME
-            connection = RealtimeConnection(channel, services, model, make_session=make_session)
+            model = websocket.query_params.get("model") or grant.session.get("model") or OWN_NAME
+            connection = RealtimeConnection(
+                channel, services, model, make_session=make_session, opening=grant.session
+            )
             with connections.entered(channel):
                 await connection.run()
 
 
 def _unsupported_query(websocket: WebSocket) -> Wire | None:
-    for name, allowed in (("call_id", ()), ("intent", ("conversation",))):
-        value = websocket.query_params.get(name)
-        if value is not None and value not in allowed:
-            message = f"Unsupported value for '{name}': this server cannot do that yet."
-            return error_event("invalid_request_error", "unsupported_value", message, param=name)
-    return None
+    if websocket.query_params.get("intent") in (None, "conversation"):
+        return None
+    message = "Unsupported value for 'intent': only 'conversation' is offered."
+    return error_event("invalid_request_error", "unsupported_value", message, param="intent")
+
+
+async def _attach(
+    channel: WebSocketChannel, calls: CallsRegistry, call_id: str, grant: Grant
+) -> None:
+    """A controlling client beside the one whose call it is."""
+    try:
+        await calls.find(call_id, grant.owner).attach(channel)
+    except ClientError as error:
+        event = error_event("invalid_request_error", error.code, error.message, param=error.param)
+        await _refuse(channel, event, 1008)
 
 
 async def _refuse(channel: WebSocketChannel, error: Wire, close_code: int) -> None:
@@ -223,6 +251,8 @@ def _error_response(error: ParleyError, status: int | None = None) -> JSONRespon
         status = 403
     elif isinstance(error, HostError):
         status = 421
+    elif isinstance(error, TooManySecretsError):
+        status = 429
     body = {
         "message": error.message,
         "type": "invalid_request_error" if isinstance(error, ClientError) else "server_error",

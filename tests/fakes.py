@@ -6,6 +6,7 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from app.config import Settings
 from app.conversation.events import SessionEvent
 from app.conversation.services import Services
+from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
 from audio.asr import Transcript
@@ -133,6 +135,8 @@ class ToneSynthesizer:
 class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
+    A reply may hold calls, as ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
+
     ``gate`` holds it before the next word.
     """
 
@@ -142,6 +146,7 @@ class ScriptedEngine:
         self.prefills: list[list[ChatMessage]] = []
         self.params: list[SamplingParams] = []
         self.num_running = 0
+        self.info = SimpleNamespace(tool_format="hermes")
         self.error: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -200,6 +205,7 @@ def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
+    tools: ToolBox | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them."""
@@ -211,7 +217,8 @@ def fake_services(
         workers=InlineExecutor(1),
         traces=TraceStore(100),
         loop_lag=LoopLag(),
-        settings=Settings(**settings),
+        settings=Settings.model_validate(settings),
+        tools=tools or ToolBox(),
     )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llm_core.errors import InvalidRequestError, LlmError
 from llm_core.messages import SamplingParams
+from llm_core.params_check import validate_params
 from llm_core.sampler import (
     FloatRow,
     SamplerState,
@@ -19,7 +20,6 @@ from llm_core.sampler import (
     philox4x32,
     sample_row,
     uniform,
-    validate_params,
 )
 
 VOCAB = 5000
@@ -245,13 +245,14 @@ def test_penalties_change_the_greedy_choice() -> None:
 )
 def test_bad_parameters_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        validate_params(SamplingParams(**change))
+        validate_params(SamplingParams(**change), vocab_size=VOCAB)
 
 
 def test_good_parameters_pass() -> None:
-    validate_params(SamplingParams())
+    validate_params(SamplingParams(), vocab_size=VOCAB)
     validate_params(
         SamplingParams(
             max_tokens=1, temperature=2.0, top_k=5, top_p=1e-3, min_p=1.0, stop=("a",) * 16, seed=-5
-        )
+        ),
+        vocab_size=VOCAB,
     )

@@ -221,7 +221,7 @@ async def test_no_socket_at_other_paths(start: Start) -> None:
     ("query", "code"),
     [
         ("?model=llama", "model_not_found"),
-        ("?call_id=rtc_1", "unsupported_value"),
+        ("?call_id=rtc_1", "call_not_found"),
         ("?intent=transcription", "unsupported_value"),
     ],
 )

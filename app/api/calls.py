@@ -13,18 +13,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from email import policy
 from email.parser import BytesParser
-from typing import Protocol
+from typing import Any, Protocol
 
 import pydantic_core
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
+from app.api.calls_registry import CallsRegistry
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
-from app.api.realtime_fields import to_client_error
-from app.api.realtime_session import OWN_NAME, Names, SessionParams, model_not_found
-from app.auth import Gatekeeper
+from app.api.realtime_names import OWN_NAME
+from app.auth import Gatekeeper, Grant
 from app.conversation.services import Services
 from app.errors import ClientError
 from app.transports.base import EventChannel
@@ -70,24 +69,30 @@ class Calls:
     """The running calls of a server, by id."""
 
     def __init__(
-        self, gateway: Gateway, services: Services, admission: Admission, make_session: MakeSession
+        self,
+        gateway: Gateway,
+        services: Services,
+        admission: Admission,
+        registry: CallsRegistry,
+        make_session: MakeSession,
     ) -> None:
         self._gateway = gateway
+        self._registry = registry
         self._services = services
         self._admission = admission
         self._make_session = make_session
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, tuple[str, Call]] = {}  # with the owner
         self._serving: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    async def begin(self, sdp: str, model: str, initial: SessionParams | None) -> tuple[str, str]:
+    async def begin(
+        self, sdp: str, model: str, opening: dict[str, Any], owner: str
+    ) -> tuple[str, str]:
         """Id and answer of a new call. Raises ClientError."""
         if refusal := self._admission.refusal:
             raise HttpError(503, "overloaded", refusal)
-        if not Names.of(self._services.settings).is_model(model):
-            raise model_not_found(model, "model")
         offer = parse_offer(sdp)
         call = self._gateway.new_call()
         connection = CallConnection(
@@ -95,14 +100,15 @@ class Calls:
             call.audio,
             self._services,
             model,
-            initial=initial,
+            opening=opening,
             make_session=self._make_session,
         )
         call.channel.greet = connection.greeting
-        self._calls[call.id] = call
+        self._calls[call.id] = (owner, call)
         # Counted before anything is awaited, so that a crowd cannot slip in together.
         counted = ExitStack()
         counted.enter_context(self._admission.entered(call.channel))
+        counted.enter_context(self._registry.entered(call.id, owner, connection))
         serving = asyncio.create_task(self._serve(call, connection, counted), name="webrtc call")
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -112,18 +118,18 @@ class Calls:
             call.channel.fail(1011, "the call could not be answered")
             raise
 
-    async def resume(self, call_id: str, sdp: str) -> str:
+    async def resume(self, call_id: str, sdp: str, owner: str) -> str:
         """The answer to the offer of a caller who comes back. Raises ClientError."""
-        call = self._get(call_id)
+        call = self._get(call_id, owner)
         return await call.connect(parse_offer(sdp))
 
-    async def hang_up(self, call_id: str) -> None:
-        """End a call. Raises ClientError when there is none of this id."""
-        await self._get(call_id).channel.close(1000, "hung up")
+    async def hang_up(self, call_id: str, owner: str) -> None:
+        """End a call. Raises ClientError when its owner has none of this id."""
+        await self._get(call_id, owner).channel.close(1000, "hung up")
 
-    def _get(self, call_id: str) -> Call:
-        call = self._calls.get(call_id)
-        if call is None or call.channel.closed is not None:
+    def _get(self, call_id: str, owner: str) -> Call:
+        known_owner, call = self._calls.get(call_id, ("", None))
+        if call is None or known_owner != owner or call.channel.closed is not None:
             raise HttpError(
                 404, "call_not_found", "There is no call with this id (any more).", "call_id"
             )
@@ -143,17 +149,18 @@ def add_calls(
     services: Services,
     admission: Admission,
     gatekeeper: Gatekeeper,
+    registry: CallsRegistry,
     make_session: MakeSession,
 ) -> None:
     """Add the routes. Where the extra ``webrtc`` is not installed they say so (501)."""
     calls = (
-        Calls(Gateway(services.settings), services, admission, make_session) if HAS_WEBRTC else None
+        Calls(Gateway(services.settings), services, admission, registry, make_session)
+        if HAS_WEBRTC
+        else None
     )
 
-    app.state.calls = calls
-
-    def ready(request: Request) -> Calls:
-        gatekeeper.check(request.headers)
+    def ready(request: Request) -> tuple[Calls, Grant]:
+        grant = gatekeeper.check_caller(request.headers)
         if calls is None:
             raise HttpError(
                 501,
@@ -161,7 +168,7 @@ def add_calls(
                 "This server cannot take WebRTC calls: its operator installs them with "
                 "pip install 'parley[webrtc]'. The WebSocket at /v1/realtime works.",
             )
-        return calls
+        return calls, grant
 
     @app.post("/v1/realtime/calls")
     async def create(request: Request) -> Response:
@@ -170,29 +177,32 @@ def add_calls(
     @app.post("/v1/realtime/calls/{call_id}/hangup")
     async def hang_up(call_id: str, request: Request) -> Response:
         try:
-            await ready(request).hang_up(call_id)
+            calls, grant = ready(request)
+            await calls.hang_up(call_id, grant.owner)
         except HttpError as error:
             return _refused(error)
         return Response(status_code=200)
 
 
-async def _answered(request: Request, ready: Callable[[Request], Calls]) -> Response:
+async def _answered(request: Request, ready: Callable[[Request], tuple[Calls, Grant]]) -> Response:
     try:
-        calls = ready(request)
+        calls, grant = ready(request)
         sdp, session = await _read(request)
         resumed = request.query_params.get("resume")
         if resumed is not None:
-            call_id, answer = resumed, await calls.resume(resumed, sdp)
+            call_id, answer = resumed, await calls.resume(resumed, sdp, grant.owner)
         else:
-            model = request.query_params.get("model") or (session and session.model) or OWN_NAME
-            call_id, answer = await calls.begin(sdp, model, session)
+            opening = _merged(grant.session, session)
+            named = request.query_params.get("model") or opening.get("model")
+            model = named if isinstance(named, str) else OWN_NAME
+            call_id, answer = await calls.begin(sdp, model, opening, grant.owner)
     except HttpError as error:
         return _refused(error)
     headers = {"location": f"/v1/realtime/calls/{call_id}"}
     return Response(answer, status_code=201, media_type="application/sdp", headers=headers)
 
 
-async def _read(request: Request) -> tuple[str, SessionParams | None]:
+async def _read(request: Request) -> tuple[str, dict[str, Any]]:
     """Offer and session settings of a request. Raises ClientError."""
     kind = request.headers.get("content-type", "")
     name = kind.partition(";")[0].strip().lower()
@@ -210,14 +220,14 @@ async def _read(request: Request) -> tuple[str, SessionParams | None]:
             message = f"The request is too large: at most {MAX_BODY_BYTES} bytes."
             raise HttpError(413, "request_too_large", message)
     if name == "application/sdp":
-        return _text(bytes(body), "sdp"), None
+        return _text(bytes(body), "sdp"), {}
     fields = _form_fields(kind, bytes(body))
     if "sdp" not in fields:
         raise ClientError(
             "Missing required parameter: 'sdp'.", code="missing_required_parameter", param="sdp"
         )
     session = fields.get("session")
-    return _text(fields["sdp"], "sdp"), _session(session) if session is not None else None
+    return _text(fields["sdp"], "sdp"), _session(session) if session is not None else {}
 
 
 def _form_fields(content_type: str, body: bytes) -> dict[str, bytes]:
@@ -240,17 +250,27 @@ def _text(data: bytes, param: str) -> str:
         raise ClientError(f"'{param}' is not UTF-8.", code="invalid_value", param=param) from error
 
 
-def _session(data: bytes) -> SessionParams:
+def _session(data: bytes) -> dict[str, Any]:
+    """A JSON object; what is in it is checked where the session is opened."""
     try:
         parsed = pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise ClientError(
             f"'session' is not valid JSON: {error}.", code="invalid_json", param="session"
         ) from error
-    try:
-        return SessionParams.model_validate(parsed)
-    except ValidationError as error:
-        raise to_client_error(error, "session") from error
+    if not isinstance(parsed, dict):
+        raise ClientError("'session' is not a JSON object.", code="invalid_type", param="session")
+    return parsed
+
+
+def _merged(base: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
+    """``update`` over ``base``, object by object."""
+    merged = dict(base)
+    for name, value in update.items():
+        known = merged.get(name)
+        both = isinstance(known, dict) and isinstance(value, dict)
+        merged[name] = _merged(known, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def _refused(error: HttpError) -> JSONResponse:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -33,9 +34,9 @@ from app.transports.base import ChannelClosed, EventChannel
 
 
 class CallConnection(RealtimeConnection):
-    """From the offer to the end of the call. ``initial``: session settings that came with it.
+    """From the offer to the end of the call. ``opening``: see ``RealtimeConnection``.
 
-    Raises ClientError when ``initial`` cannot be honoured.
+    Raises ClientError when ``model`` or ``opening`` cannot be honoured.
     """
 
     def __init__(
@@ -45,21 +46,18 @@ class CallConnection(RealtimeConnection):
         services: Services,
         model: str,
         *,
-        initial: SessionParams | None = None,
+        opening: dict[str, Any] | None = None,
         make_session: MakeSession = Session,
     ) -> None:
-        super().__init__(channel, services, model, make_session=make_session)
+        super().__init__(
+            channel, services, model, make_session=make_session, opening=opening, audio_out=self
+        )
         self._audio = audio
-        # A session is driven by one at a time: the client's events, or its audio.
-        self._turnstile = asyncio.Lock()
-        self._session: Session | None = None
         self._running: set[str] = set()  # responses that are not done
         self._cuts: list[Cut] = []  # to be told when their responses are done
         self._active_s = time.monotonic()
         self._told_full = False
-        if initial is not None:
-            self._state.params = self._state.merged(initial, voice_locked=False)
-            self._mapper.speaker = self._speaker()
+        self._open()
 
     def greeting(self) -> str:
         """What a client is told first when it comes back to a call that was interrupted."""
@@ -67,63 +65,55 @@ class CallConnection(RealtimeConnection):
         created = server_event("session.created", session=self._session_object(self._session))
         return msgspec.json.encode(created).decode()
 
+    # --- AudioOut ---
+
+    async def play(self, audio: OutputAudio) -> None:
+        """Into the queue of the port; waits while that is full, or the line interrupted."""
+        await self._audio.play(audio.response_id, audio.item_id, audio.audio)
+        await self._send_playback()
+
+    async def clear(self) -> None:
+        """Stop what is being said, and what is being made to be said."""
+        if self._session is not None:
+            with contextlib.suppress(ClientError):  # nothing is being made any more
+                await self._session.cancel_response(None)
+        await self._cut()
+
+    # --- the call ---
+
     async def _watch_and_serve(self, session: Session) -> None:
-        self._session = session
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(session.run(), name="session loop"),
-                group.create_task(self._listen(session), name="call audio"),
+                group.create_task(self._listen(), name="call audio"),
                 group.create_task(self._tell_playback(), name="call playback"),
+                group.create_task(self._watch_idle(), name="call idle"),
             ]
-            await self._serve(session)
+            await self._serve(session, self._channel, None)
             for task in beside:
                 task.cancel()
 
-    async def _receive(self) -> str | bytes:
-        """A caller who speaks or is spoken to is not idle, though no event comes from the client.
-
-        Raises ChannelClosed or TimeoutError.
-        """
+    async def _watch_idle(self) -> None:
+        """End a call in which nothing is said for long: packets of silence come all the time."""
         idle_timeout_s = self._services.settings.idle_timeout_s
-        while True:
-            left_s = self._active_s + idle_timeout_s - time.monotonic()
-            try:
-                async with asyncio.timeout(max(left_s, 0.0)):
-                    message = await self._channel.receive()
-            except TimeoutError:
-                if self._active_s + idle_timeout_s <= time.monotonic():
-                    raise
-            else:
-                self._active_s = time.monotonic()
-                return message
+        while (left_s := self._active_s + idle_timeout_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        await self._channel.close(1001, f"nothing was said for {idle_timeout_s:g} s")
 
-    async def _handle(self, session: Session, message: str | bytes, received_ns: int) -> None:
-        async with self._turnstile:
-            await super()._handle(session, message, received_ns)
-
-    async def _append(self, session: Session, audio: str, received_ns: int) -> None:
-        raise ClientError(
-            "input_audio_buffer.append is for WebSockets: this call's audio comes over its media "
-            "track.",
-            code="unsupported_value",
-            param="type",
-        )
-
-    async def _listen(self, session: Session) -> None:
+    async def _listen(self) -> None:
         """The caller's audio into the session, for as long as there is a call."""
         while True:
             try:
                 chunk = await self._audio.receive()
             except ChannelClosed:
                 return
-            async with self._turnstile:
-                try:
-                    await session.append_audio(chunk.payload, chunk.received_ns)
-                    self._told_full = False
-                except ClientError as error:  # a full buffer, with nobody who commits it
-                    if not self._told_full:
-                        self._told_full = True
-                        await self._send_error(error, None)
+            try:
+                await self.append_audio(chunk.payload, chunk.received_ns)
+                self._told_full = False
+            except ClientError as error:  # a full buffer, with nobody who commits it
+                if not self._told_full:
+                    self._told_full = True
+                    await self._send_error(self._channel, error, None)
 
     async def _tell_playback(self) -> None:
         while True:
@@ -137,11 +127,6 @@ class CallConnection(RealtimeConnection):
         for playback in self._audio.take_playback():
             kind = f"output_audio_buffer.{playback.state}"
             await self._send(server_event(kind, response_id=playback.response_id))
-
-    async def _clear_output(self, session: Session) -> None:
-        with contextlib.suppress(ClientError):  # nothing is being generated any more
-            await session.cancel_response(None)
-        await self._cut()
 
     async def _cut(self) -> None:
         """Silence; and what was not heard is taken out of the conversation."""
@@ -158,18 +143,13 @@ class CallConnection(RealtimeConnection):
         ready = [cut for cut in self._cuts if cut.response_id not in self._running]
         self._cuts = [cut for cut in self._cuts if cut.response_id in self._running]
         for cut in ready:
-            assert self._session is not None
-            with contextlib.suppress(ClientError):  # the client has deleted it meanwhile
-                await self._session.truncate_item(cut.item_id, 0, cut.heard_ms)
+            if self._session is not None:
+                with contextlib.suppress(ClientError):  # the client has deleted it meanwhile
+                    await self._session.truncate_item(cut.item_id, 0, cut.heard_ms)
 
     async def _sink(self, event: SessionEvent) -> None:
         self._active_s = time.monotonic()
         match event:
-            case OutputAudio():
-                self._client_heard_voice = True
-                await self._audio.play(event.response_id, event.item_id, event.audio)
-                await self._send_playback()
-                return
             case PlaybackCut():
                 await self._cut()
                 return

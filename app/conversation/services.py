@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.config import Settings
+from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
 from audio.asr import Recognizer
@@ -16,7 +17,10 @@ from llm_core import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs."""
+    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
+
+    ``tools``: Python functions that the model may call.
+    """
 
     engine: EngineClient
     recognizer: Recognizer
@@ -26,3 +30,4 @@ class Services:
     traces: TraceStore
     loop_lag: LoopLag
     settings: Settings
+    tools: ToolBox = field(default_factory=ToolBox)

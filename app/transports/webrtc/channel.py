@@ -165,12 +165,13 @@ class CallAudio:
 
     def __init__(self) -> None:
         self.num_dropped = 0
+        self.is_attached = False
+        """There is a line."""
         self.output = OutputBuffer(self._note)
         self._incoming: deque[AudioChunk] = deque()
         self._heard = asyncio.Event()
         self._notes: list[Playback] = []
         self._noted = asyncio.Event()
-        self._is_attached = False
         self._moved = asyncio.Event()  # the line is there, or the queue has become shorter
         self._is_closed = False
 
@@ -189,7 +190,7 @@ class CallAudio:
     async def play(self, response_id: str, item_id: str, payload: bytes) -> None:
         """See ``AudioPort``."""
         while not self._is_closed and (
-            not self._is_attached or self.output.waiting_ms > _MAX_OUTPUT_MS
+            not self.is_attached or self.output.waiting_ms > _MAX_OUTPUT_MS
         ):
             self._moved.clear()
             await self._moved.wait()
@@ -227,12 +228,12 @@ class CallAudio:
 
     def attach(self) -> None:
         """There is a line: what waits is played from where it was."""
-        self._is_attached = True
+        self.is_attached = True
         self._moved.set()
 
     def detach(self) -> None:
         """There is no line for now: nothing is played, and nothing is lost."""
-        self._is_attached = False
+        self.is_attached = False
 
     def heard(self, samples: Samples, received_ns: int) -> None:
         """Audio of the caller at 48 kHz."""
