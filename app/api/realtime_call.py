@@ -96,7 +96,7 @@ class CallConnection(RealtimeConnection):
     async def _watch_idle(self) -> None:
         """End a call in which nothing is said for long: packets of silence come all the time."""
         idle_timeout_s = self._services.settings.idle_timeout_s
-        while (left_s := self._active_s + idle_timeout_s - time.monotonic()) > 0:
+        while (left_s := self._active_s + idle_timeout_s - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
         await self._channel.close(1001, f"nothing was said for {idle_timeout_s:g} s")
 

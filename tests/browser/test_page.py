@@ -365,6 +365,9 @@ async def test_the_page_works_with_the_keyboard_and_has_names(
         page = await open_page(server.url, microphone=question)
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("link", name="Skip to the message box")).to_be_focused()
+        for name in ("Talk", "Traces"):
+            await page.keyboard.press("Tab")
+            await expect(page.get_by_role("link", name=name, exact=True)).to_be_focused()
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("button", name="Start talking")).to_be_focused()
         await page.keyboard.press("Enter")
@@ -375,6 +378,7 @@ async def test_the_page_works_with_the_keyboard_and_has_names(
             ("table", "Where the time of the last turn went, by stage"),
             ("log", "Conversation"),
             ("meter", "Microphone level"),
+            ("meter", "Voice level"),
             ("textbox", "Message to Parley"),
         ):
             await expect(page.get_by_role(role, name=name)).to_be_visible()  # type: ignore[arg-type]
