@@ -15,13 +15,17 @@ from tests.scripted_realtime import RATE, Call, Script, scripted_server, tone, t
 
 pytestmark = pytest.mark.browser
 
-STATE = "import('/app.js').then(({page}) => ({played: page.player?.totalPlayed ?? 0,"
-STATE += " loudest: page.player?.loudest ?? 0, rate: page.context?.sampleRate ?? 0,"
-STATE += " playing: page.player?.isPlaying ?? false}))"
+STATE = """import('/app.js').then(({page}) => {
+  const rate = page.context?.sampleRate ?? 0;
+  const {totalPlayed = 0, loudest = 0} = page.player ?? {};
+  const {playedMs = 0, loudest: remote = 0} = page.remote ?? {};
+  return {played: totalPlayed + playedMs * rate / 1000, loudest: Math.max(loudest, remote), rate,
+    playing: page.isPlaying};
+})"""
 
 
 async def sound(page: Page) -> dict[str, Any]:
-    """What the playback worklet has counted."""
+    """What the players have counted: the worklet's samples, or the time of the media track."""
     state: dict[str, Any] = await page.evaluate(STATE)
     return state
 
