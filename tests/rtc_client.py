@@ -64,7 +64,14 @@ class Microphone(MediaStreamTrack):
 class RtcClient:
     """One caller. Use as an async context manager; ``connect`` makes the call."""
 
-    def __init__(self, url: str, *, channels: int = 1, has_microphone: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        channels: int = 1,
+        has_microphone: bool = True,
+        has_audio: bool = True,
+    ) -> None:
         self.url = url
         self.call_id = ""
         self.events: list[dict[str, Any]] = []
@@ -79,9 +86,9 @@ class RtcClient:
         self.channel.on("open", self.is_open.set)
         self.channel.on("message", self._take)
         self.connection.on("track", self._hear)
-        if has_microphone:
+        if has_microphone and has_audio:
             self.connection.addTrack(self.microphone)
-        else:
+        elif has_audio:
             self.connection.addTransceiver("audio", direction="recvonly")
 
     async def __aenter__(self) -> RtcClient:
@@ -112,7 +119,7 @@ class RtcClient:
         await self.connection.setRemoteDescription(RTCSessionDescription(answer, "answer"))
 
     async def close(self) -> None:
-        link = self.connection.getSenders()[0].transport.transport._connection
+        link = self.connection.sctp.transport.transport._connection
         await self.connection.close()
         self.microphone.stop()
         # aioice 0.13 begins to watch a connection that was closed in the moment it came about.

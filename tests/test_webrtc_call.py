@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import random
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +16,9 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import pytest
+from websockets.asyncio.client import connect
 
+from app.api.realtime_events import EVENT_TYPES
 from app.conversation.services import Services
 from app.server import create_app, listening
 from app.transports.webrtc import call as call_module
@@ -182,6 +186,33 @@ async def test_a_client_that_only_listens(tmp_path: Path) -> None:
         await until(lambda: loud_s(client) > 0.4)
 
 
+async def test_a_client_without_audio(tmp_path: Path) -> None:
+    """Only a data channel: it types, and reads the transcripts of what nobody hears."""
+    async with serving(tmp_path, STORY[:110]) as server, server.client(has_audio=False) as client:
+        await client.connect()
+        await ask(client)
+        done = await client.until("response.done", timeout_s=30)
+        assert done["response"]["status"] == "completed"
+        assert "output_audio_buffer.started" not in client.names()
+
+
+async def test_a_second_client_attaches(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, server.client() as client:
+        await client.connect()
+        address = f"{server.url.replace('http', 'ws')}/v1/realtime?call_id={client.call_id}"
+        async with connect(address) as attached:
+            assert json.loads(await attached.recv())["type"] == "session.created"
+            await ask(client)
+            kinds = []
+            async for message in attached:
+                kinds.append(json.loads(message)["type"])
+                if kinds[-1] == "output_audio_buffer.stopped":
+                    break
+            assert "output_audio_buffer.started" in kinds
+            assert "response.output_audio_transcript.delta" in kinds
+            await client.until("output_audio_buffer.stopped")
+
+
 async def test_hanging_up(tmp_path: Path) -> None:
     async with serving(tmp_path) as server, server.client() as client:
         await client.connect()
@@ -295,6 +326,70 @@ async def test_nobody_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 headers={"content-type": "application/sdp"},
             )
         assert reply.status_code == 404
+
+
+async def test_of_many_who_come_back_one_goes_on(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, server.client() as first:
+        await first.connect()
+        fds = num_fds()
+        clients = [server.client() for _ in range(4)]
+        results = await asyncio.gather(
+            *(client.connect(f"?resume={first.call_id}") for client in clients),
+            return_exceptions=True,
+        )
+        assert sum(result is None for result in results) >= 1
+        assert server.num_sessions == 1
+        for client in clients:
+            await client.close()
+        await until(lambda: server.num_sessions == 0)
+        await until(lambda: num_fds() <= fds)
+
+
+async def test_datagrams_of_strangers(tmp_path: Path) -> None:
+    """Whoever knows the port may send to it: nothing, garbage, a flood."""
+    async with serving(tmp_path) as server, server.client() as client:
+        await client.connect()
+        link = client.connection.getSenders()[0].transport.transport._connection
+        [pair] = link._nominated.values()
+        dice = random.Random(2)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for length in (0, 1, 12, 200, 1_400):
+                for _ in range(100):
+                    stranger.sendto(dice.randbytes(length), pair.remote_addr)
+        await ask(client)
+        await client.until("output_audio_buffer.stopped")
+
+
+def events_of_a_fuzzer(dice: random.Random) -> Iterator[str | bytes]:
+    """Protocol events in any order with any values, other JSON, other text, other bytes."""
+    kinds = [*EVENT_TYPES, "session.created", "nonsense", "", None, 7]
+    values = [None, True, -1, 1e300, "x", "ü" * 300, [], {}, [{}], {"type": "realtime"}, "AAAA"]
+    names = ["session", "item", "item_id", "audio", "response", "content_index", "audio_end_ms"]
+    for _ in range(400):
+        shape = dice.randrange(10)
+        if shape == 0:
+            yield dice.randbytes(dice.randrange(1, 300))
+        elif shape == 1:
+            yield dice.choice(["", "{", "[]", "null", '{"type":', "\x00", "9" * 500])
+        else:
+            event = {name: dice.choice(values) for name in dice.sample(names, dice.randrange(4))}
+            yield json.dumps({"type": dice.choice(kinds), **event})
+
+
+async def test_any_events_in_any_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tmp_path) as server, server.client() as client, server.client() as other:
+        await client.connect()
+        await other.connect()
+        for message in events_of_a_fuzzer(random.Random(4)):
+            if client.channel.readyState == "open":
+                client.channel.send(message)
+            await asyncio.sleep(0.001)
+        # It is answered, and nobody else notices.
+        await until(lambda: sum(e["type"] == "error" for e in client.events) > 100)
+        await ask(other)
+        await other.until("output_audio_buffer.stopped")
+        assert "server_error" not in [e["error"]["type"] for e in client.events if "error" in e]
+    assert not [r for r in caplog.records if r.levelname == "ERROR" and r.name.startswith("app")]
 
 
 # --- bad networks ---

@@ -27,7 +27,7 @@ from app.auth import Gatekeeper, Grant
 from app.conversation.services import Services
 from app.errors import ClientError
 from app.transports.base import EventChannel
-from app.transports.webrtc.sdp import parse_offer
+from app.transports.webrtc.sdp import Offer, parse_offer
 
 try:
     from app.transports.webrtc.call import Call, Gateway
@@ -113,7 +113,7 @@ class Calls:
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
         try:
-            return call.id, await call.connect(offer)
+            return call.id, await _connected(call, offer)
         except BaseException:
             call.channel.fail(1011, "the call could not be answered")
             raise
@@ -121,7 +121,7 @@ class Calls:
     async def resume(self, call_id: str, sdp: str, owner: str) -> str:
         """The answer to the offer of a caller who comes back. Raises ClientError."""
         call = self._get(call_id, owner)
-        return await call.connect(parse_offer(sdp))
+        return await _connected(call, parse_offer(sdp))
 
     async def hang_up(self, call_id: str, owner: str) -> None:
         """End a call. Raises ClientError when its owner has none of this id."""
@@ -142,6 +142,18 @@ class Calls:
             finally:
                 self._calls.pop(call.id, None)
                 await call.close()
+
+
+async def _connected(call: Call, offer: Offer) -> str:
+    """The answer to ``offer``. Raises HttpError."""
+    try:
+        return await call.connect(offer)
+    except ConnectionError as error:
+        message = "Another offer for this call came, or it ended, before this one was answered."
+        raise HttpError(409, "call_replaced", message) from error
+    except OSError as error:
+        logger.error("no call can be answered: %s", error)
+        raise HttpError(503, "overloaded", "The server has no network sockets left.") from error
 
 
 def add_calls(

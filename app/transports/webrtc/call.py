@@ -85,13 +85,15 @@ class Call:
     async def connect(self, offer: Offer) -> str:
         """The answer to an offer: the first one, or that of a caller who comes back.
 
-        The connection before, if there is one, ends with this.
+        The connection before, if there is one, ends with this. Raises ConnectionError when another
+        offer for this call came meanwhile, OSError when there are no sockets left.
         """
         self._drop_peer()
         peer = self._make_peer(offer)
         self._peer = peer
         self._lost_at_ns = None
         self.channel.expect(offer.data_mid is not None)
+        self.audio.expect(offer.takes_audio)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="webrtc watch")
         try:

@@ -171,6 +171,7 @@ class CallAudio:
         self._incoming: deque[AudioChunk] = deque()
         self._heard = asyncio.Event()
         self._notes: list[Playback] = []
+        self._has_ear = True
         self._noted = asyncio.Event()
         self._moved = asyncio.Event()  # the line is there, or the queue has become shorter
         self._is_closed = False
@@ -189,12 +190,15 @@ class CallAudio:
 
     async def play(self, response_id: str, item_id: str, payload: bytes) -> None:
         """See ``AudioPort``."""
-        while not self._is_closed and (
-            not self.is_attached or self.output.waiting_ms > _MAX_OUTPUT_MS
+        while (
+            self._has_ear
+            and not self._is_closed
+            and (not self.is_attached or self.output.waiting_ms > _MAX_OUTPUT_MS)
         ):
             self._moved.clear()
             await self._moved.wait()
-        self.output.push(response_id, item_id, payload)
+        if self._has_ear:
+            self.output.push(response_id, item_id, payload)
 
     def finish(self, response_id: str) -> None:
         """See ``AudioPort``."""
@@ -225,6 +229,10 @@ class CallAudio:
             event.set()
 
     # --- the side of the line ---
+
+    def expect(self, has_ear: bool) -> None:
+        """Whether the client wants audio at all; without an ear, what is said goes nowhere."""
+        self._has_ear = has_ear
 
     def attach(self) -> None:
         """There is a line: what waits is played from where it was."""

@@ -111,8 +111,14 @@ class Peer:
         return self._receiver
 
     async def answer(self) -> str:
-        """The answer to the offer; the connection is being made from now on."""
+        """The answer to the offer; the connection is being made from now on.
+
+        Raises ConnectionError when it was closed meanwhile, OSError when there are no sockets left.
+        """
         await self._gatherer.gather()
+        if self._closing is not None:  # meanwhile; what was gathered came too late for `_close`
+            await self._gatherer.connection.close()
+            raise ConnectionError("the connection was given up before it was answered")
         await self._gatherer.add_remote(self.offer.candidates)
         text = answer(
             self.offer,
