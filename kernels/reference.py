@@ -145,3 +145,13 @@ def grouped_matmul(
     if zero is not None:
         weight = weight + zero.to(x.dtype).repeat_interleave(group, 1)[:, :num_in]
     return x @ weight.T
+
+
+def dynamic_int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """W8A8: ``int8_matmul`` of x with each row rounded to 255 steps of its own."""
+    return int8_matmul(fake_quantize_rows(x, x.shape[1]), codes, scale)
+
+
+def float8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, K], codes float8_e4m3fn [N, K], scale [N] -> [T, N] (Micikevicius et al. 2022)."""
+    return x @ (codes.to(scale.dtype) * scale.unsqueeze(1)).T
