@@ -273,6 +273,7 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
+                self._hearing.note_silence()
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
@@ -303,10 +304,7 @@ class Session:
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
-        listener = self._hearing.listener
-        end_ms = (listener.last_voiced_sample or listener.position) * 1000 // RATE
-        listener.forget()
-        self._hearing.forget()
+        end_ms = self._hearing.drop_turn()
         await self._ahead.discard()
         await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
@@ -314,6 +312,7 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
+            self._hearing.note_silence()
             await asyncio.wait([self._turn_task])
         elif self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
@@ -326,8 +325,7 @@ class Session:
         for evicted in self._history.take_evicted():
             await self._sink(ItemDeleted(evicted))
         if heard_end:
-            end_ms = heard_end.last_voiced_sample * 1000 // RATE
-            await self._sink(SpeechStopped(item.id, end_ms))
+            await self._sink(SpeechStopped(item.id, heard_end.last_voiced_sample * 1000 // RATE))
         await self._tell_committed(item, previous)
         self._spawn(self._settle(heard, self._num_commits))
 
@@ -385,6 +383,7 @@ class Session:
         turn.trace.facts.update(self._ahead.take_wasted())
         turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
+        turn.on_sound = self._hearing.note_sound
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
 
