@@ -32,10 +32,14 @@ _RELATIVE_FLOOR = 0.03
 _COMPARED_HOPS = 26
 _MAX_DELAY_HOPS = 45
 _EARLIEST_HOPS = 3
-# Correlation of real voices with another: 0.3, 0.45 at the 90th percentile; of an echo: 0.75, 0.48 at
-# the 10th. Smoothed over a few windows the two are apart.
+# Correlation with another real voice: 0.3, at the 90th percentile 0.45; with an echo: 0.75, at the
+# 10th 0.48. Smoothed over a few windows the two are apart.
 _SIMILAR = 0.5
 _SMOOTHING = 0.35
+# A caller whose microphone has heard us for so many windows will hear us again: less is asked then,
+# and the first moments of an answer, which cannot be compared yet, are not taken for a voice.
+_KNOWN_WINDOWS = 6
+_SIMILAR_KNOWN = 0.4
 _MIN_LOUD_HOPS = 4
 _LOUD = 1e-4
 
@@ -48,6 +52,7 @@ class EchoGuard:
         self._heard: deque[tuple[int, Bands]] = deque(maxlen=_COMPARED_HOPS)
         self._last = np.zeros(_HOP, np.float32)
         self._smooth = 0.0
+        self._num_echoes = 0
 
     def play(self, samples: Samples, rate: int, position: int) -> None:
         """Note that float32 [n] at ``rate`` sounds at the caller's from ``position`` on."""
@@ -85,15 +90,20 @@ class EchoGuard:
             self._smooth = 0.0
             return False
         similarity = self.similarity()
+        is_known = self._num_echoes >= _KNOWN_WINDOWS
+        if similarity is None:
+            return is_known
         if self._smooth == 0.0:
             self._smooth = similarity
         self._smooth += _SMOOTHING * (similarity - self._smooth)
-        return self._smooth >= _SIMILAR
+        found = self._smooth >= (_SIMILAR_KNOWN if is_known else _SIMILAR)
+        self._num_echoes += found
+        return found
 
-    def similarity(self) -> float:
+    def similarity(self) -> float | None:
         """Highest correlation of what is heard with what was played, over all delays; in [-1, 1].
 
-        0 when too little was played that could be compared.
+        None when too little was played that could be compared.
         """
         heard = np.stack([bands for _, bands in self._heard])
         hops = [hop for hop, _ in self._heard]
@@ -101,7 +111,7 @@ class EchoGuard:
         start, length = hops[0] - _MAX_DELAY_HOPS, hops[-1] - hops[0] + 1
         span = _MAX_DELAY_HOPS + length + _EARLIEST_HOPS
         played = np.stack([self._played.get(start + i, quiet) for i in range(span)])
-        best = 0.0
+        best: float | None = None
         logs_heard = _centred(heard)
         norm_heard = float(np.linalg.norm(logs_heard))
         for at in range(span - length + 1):
@@ -111,7 +121,8 @@ class EchoGuard:
             logs = _centred(reference)
             norm = float(np.linalg.norm(logs)) * norm_heard
             if norm > 0:
-                best = max(best, float((logs * logs_heard).sum()) / norm)
+                found = float((logs * logs_heard).sum()) / norm
+                best = found if best is None else max(best, found)
         return best
 
 

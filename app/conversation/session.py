@@ -47,7 +47,7 @@ from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
-from audio.backchannel import is_backchannel
+from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
@@ -159,7 +159,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and not is_backchannel(self._hearing.told):
+        if new and self._dialog.is_held and means_to_stop(self._hearing.told, self._reply):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -444,7 +444,7 @@ class Session:
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(floor.InterruptionJudged(is_meant=not is_backchannel(words)))
+            await self._feed(floor.InterruptionJudged(means_to_stop(words, self._reply)))
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
@@ -466,8 +466,11 @@ class Session:
 
     # --- helpers ---
 
+    @property
+    def _reply(self) -> str:
+        return self._turn.text if self._turn is not None else ""
+
     def _prompt(self) -> list[ChatMessage]:
-        """What the model reads if nothing else is asked of it."""
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:

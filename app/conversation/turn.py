@@ -163,6 +163,11 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return self._output.text
+
     def hold(self) -> None:
         """Silence now; the answer may go on where it stopped."""
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
