@@ -48,7 +48,7 @@ from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
-from audio.backchannel import is_backchannel
+from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
@@ -160,7 +160,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and not is_backchannel(self._hearing.told):
+        if new and self._dialog.is_held and means_to_stop(self._hearing.told, self._reply):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -274,6 +274,7 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
+                self._hearing.note_silence()
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
@@ -305,10 +306,7 @@ class Session:
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
-        listener = self._hearing.listener
-        end_ms = (listener.last_voiced_sample or listener.position) * 1000 // RATE
-        listener.forget()
-        self._hearing.forget()
+        end_ms = self._hearing.drop_turn()
         await self._ahead.discard()
         await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
@@ -317,6 +315,7 @@ class Session:
         if turn is not None:
             turn.stop(reason)
             await self._sink(PlaybackCut())
+            self._hearing.note_silence()
             await asyncio.wait([self._turn_task])
         elif self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
@@ -330,8 +329,7 @@ class Session:
         for evicted in self._history.take_evicted():
             await self._sink(ItemDeleted(evicted))
         if heard_end:
-            end_ms = heard_end.last_voiced_sample * 1000 // RATE
-            await self._sink(SpeechStopped(item.id, end_ms))
+            await self._sink(SpeechStopped(item.id, heard_end.last_voiced_sample * 1000 // RATE))
         await self._tell_committed(item, previous)
         self._spawn(self._settle(heard, self._num_commits))
 
@@ -389,6 +387,7 @@ class Session:
         turn.trace.facts.update(self._ahead.take_wasted())
         turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
+        turn.on_sound = self._hearing.note_sound
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
 
@@ -449,7 +448,7 @@ class Session:
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(floor.InterruptionJudged(is_meant=not is_backchannel(words)))
+            await self._feed(floor.InterruptionJudged(means_to_stop(words, self._reply)))
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
@@ -471,8 +470,11 @@ class Session:
 
     # --- helpers ---
 
+    @property
+    def _reply(self) -> str:
+        return self._turn.text if self._turn is not None else ""
+
     def _prompt(self) -> list[ChatMessage]:
-        """What the model reads if nothing else is asked of it."""
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:

@@ -84,6 +84,8 @@ class Turn:
         self.response = response
         self.trace = trace
         self.on_audio_started: Callable[[], None] = lambda: None
+        self.on_sound: Callable[[Samples, int, int], None] = lambda samples, rate, at_ns: None
+        """Hears of all audio float32 [n] that is sent, its rate, and when it sounds."""
         self._services = services
         self._clock = clock
         self._sink = sink
@@ -160,6 +162,11 @@ class Turn:
         self._output.stop()
         if self._work is not None:
             self._work.cancel()
+
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return self._output.text
 
     def hold(self) -> None:
         """Silence now; the answer may go on where it stopped."""
@@ -388,6 +395,7 @@ class Turn:
         if not self._speaks:
             self.on_audio_started()
             return
+        self.on_sound(chunk, self.config.output_format.rate, sounds_ns)
         if "first_audio_sent" in self.trace.instants:
             return
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
