@@ -100,7 +100,23 @@ class Settings(BaseSettings):
     max_sessions: int = Field(default=16, ge=1)
     max_message_bytes: int = Field(default=24 * 1024 * 1024, ge=64 * 1024)
     idle_timeout_s: float = Field(default=600.0, ge=1.0, description="without a client message")
-    trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
+    turn_timeout_s: float = Field(
+        default=30.0,
+        ge=1.0,
+        le=600.0,
+        description="an answer not begun by then has failed",
+    )
+
+    trace_db: bool = Field(
+        default=True, description="keep the traces of turns in HOME/traces.db; else in memory"
+    )
+    trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
+    trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
+    trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
+    store_transcripts: bool = Field(
+        default=False,
+        description="keep what was said with the traces; else only how many characters it had",
+    )
 
 
 def load_settings(**overrides: object) -> Settings:

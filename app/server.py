@@ -25,7 +25,8 @@ from app.errors import ConfigError, ModelStoreError
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.writer import TraceWriter
 from app.web import WEB_ROOT, Connections, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
@@ -67,6 +68,7 @@ async def build_services(
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
+        traces = _open_traces(settings, stack)
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
@@ -80,7 +82,7 @@ async def build_services(
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,
-            traces=TraceStore(settings.trace_ring),
+            traces=traces,
             loop_lag=loop_lag,
             settings=settings,
         )
@@ -139,6 +141,22 @@ async def _supervise(engine: EngineClient, settings: Settings) -> None:
         except (LlmError, OSError) as error:
             wait_s = min(2 * wait_s, _MAX_SUPERVISION_S)
             logger.error("the engine cannot be restarted: %s", error, extra={"again_in_s": wait_s})
+
+
+def _open_traces(settings: Settings, stack: AsyncExitStack) -> TraceWriter:
+    if settings.trace_db:
+        retention = Retention(
+            max_age_s=settings.trace_max_days * 86_400,
+            max_bytes=int(settings.trace_max_mb * 1024 * 1024),
+        )
+        store = TraceStore(settings.home / FILE_NAME, retention)
+    else:
+        store = TraceStore.in_memory(settings.trace_ring)
+    stack.callback(store.close)
+    traces = TraceWriter(store, store_transcripts=settings.store_transcripts)
+    traces.start()
+    stack.push_async_callback(asyncio.to_thread, traces.close)
+    return traces
 
 
 async def _load_recognizer(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +17,9 @@ from app.config import Settings
 from app.conversation.events import SessionEvent
 from app.conversation.services import Services
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.store import TraceStore, Turn
+from app.observe.trace import PATH_INSTANTS
+from app.observe.writer import TraceWriter
 from audio.asr import Transcript
 from llm_core import (
     ChatMessage,
@@ -152,7 +156,7 @@ class ScriptedEngine:
 
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams
-    ) -> AsyncIterator[GenerationEvent]:
+    ) -> AsyncGenerator[GenerationEvent, None]:
         self.requests.append(list(messages))
         self.params.append(params)
         number = len(self.requests)
@@ -180,6 +184,68 @@ class ScriptedEngine:
             self.num_running -= 1
 
 
+class PacedEngine(ScriptedEngine):
+    """Takes its time, by the test's clock: waits in the queue, reads the prompt, then each word."""
+
+    def __init__(self, clock: ManualClock, *replies: str) -> None:
+        super().__init__(*replies)
+        self.clock = clock
+        self.queue_s, self.prefill_s, self.token_s = 0.002, 0.04, 0.01
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], params: SamplingParams
+    ) -> AsyncIterator[GenerationEvent]:
+        received_ns = self.clock.now_ns()
+        await self.clock.sleep(self.queue_s)
+        scheduled_ns = self.clock.now_ns()
+        async with aclosing(super().generate(messages, params)) as events:
+            async for event in events:
+                match event:
+                    case FirstToken():
+                        await self.clock.sleep(self.prefill_s)
+                        yield msgspec.structs.replace(
+                            event,
+                            received_ns=received_ns,
+                            scheduled_ns=scheduled_ns,
+                            first_token_ns=self.clock.now_ns(),
+                        )
+                    case TextDelta():
+                        await self.clock.sleep(self.token_s)
+                        yield event
+                    case GenerationDone():
+                        yield msgspec.structs.replace(event, finished_ns=self.clock.now_ns())
+
+
+class PacedExecutor(Executor):
+    """Speech work that takes as long, by the test's clock, as ``delays_s`` says for its kind."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.delays_s = {"transcribe": 0.08, "_synthesize": 0.05}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future: Future[Any] = Future()
+        task = asyncio.create_task(self._work(future, fn))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return future
+
+    async def _work(self, future: Future[Any], job: Any) -> None:
+        await self.clock.sleep(self.delays_s[job.func.__name__])
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+    async def close(self) -> None:
+        """Nobody waits for what is left."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class Recorder:
     """A sink that keeps what it gets."""
 
@@ -196,6 +262,67 @@ class Recorder:
         return [type(e).__name__ for e in self.events]
 
 
+class InlineWriter(TraceWriter):
+    """Writes at once, on the calling thread."""
+
+    def add(self, turn: Turn) -> None:
+        self.write([turn])
+        self.store.prune()
+
+
+def a_turn(number: int = 1, **changes: Any) -> Turn:
+    """A record like that of a spoken turn which was answered; 600 ms voice to voice."""
+    stages = {
+        "endpoint": 310.0,
+        "asr": 95.0,
+        "queue": 2.0,
+        "prefill": 38.0,
+        "decode": 84.0,
+        "tts": 66.0,
+        "send": 5.0,
+    }
+    ends = dict(zip(PATH_INSTANTS[1:3], (310.0, 405.0), strict=True))
+    ends |= {"llm_submit": 405.5, "llm_scheduled": 407.0, "llm_first_token": 445.0}
+    ends |= {"first_clause": 529.0, "tts_first_audio": 595.0, "first_audio_sent": 600.0}
+    return {
+        "turn_id": f"turn_{number}",
+        "session_id": f"sess_{number // 10}",
+        "response_id": f"resp_{number}",
+        "spoken": True,
+        "outcome": "answered",
+        "reason": "",
+        "ended_at_ms": 1_796_000_000_000 + 1000 * number,
+        "transcript": "How are you?",
+        "reply": "Fine.",
+        "voice_to_voice_ms": 600.0,
+        "time_to_first_audio_ms": 290.0,
+        "stages_ms": stages,
+        "instants_ms": {"speech_end": 0.0, **ends, "ended": 2600.0},
+        "facts": {
+            "asr_ms": 80.0,
+            "asr_audio_s": 1.5,
+            "queue_wait_ms": 1.0,
+            "prompt_tokens": 60,
+            "cached_tokens": 40,
+            "computed_tokens": 20,
+            "completion_tokens": 12,
+            "llm_steps": 12,
+            "ttft_ms": 39.5,
+            "tpot_ms": 8.0,
+            "finish_reason": "stop",
+            "tts_ms": 120.0,
+            "tts_first_ms": 60.0,
+            "tts_clauses": 2,
+            "reply_audio_s": 2.0,
+            "playout_gap_ms": 0.0,
+            "wasted_transcripts": 1,
+            "wasted_answers": 1,
+            "wasted_tokens": 5,
+        },
+        **changes,
+    }
+
+
 def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
@@ -209,7 +336,7 @@ def fake_services(
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
         workers=InlineExecutor(1),
-        traces=TraceStore(100),
+        traces=InlineWriter(TraceStore.in_memory(100), store_transcripts=True),
         loop_lag=LoopLag(),
         settings=Settings(**settings),
     )

@@ -80,7 +80,7 @@ async def test_the_warm_up_turn_leaves_nothing_and_fails_loudly() -> None:
     tasks = asyncio.all_tasks()
     await warm_up(services)
     assert engine.params[0].max_tokens == 4
-    assert services.traces.recent(10) == []
+    assert services.traces.store.recent(10) == []
     assert asyncio.all_tasks() == tasks
     engine.error = EngineDiedError("the engine process ended")
     with pytest.raises(ServiceError, match="the engine process ended"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.config import Settings
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.writer import TraceWriter
 from audio.asr import Recognizer
 from audio.tts import Synthesizer
 from audio.vad import VadModel
@@ -23,6 +23,6 @@ class Services:
     synthesizer: Synthesizer
     vad: VadModel
     workers: Executor
-    traces: TraceStore
+    traces: TraceWriter
     loop_lag: LoopLag
     settings: Settings

@@ -144,6 +144,8 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._turn is not None:  # its task may have been cancelled before its first step
             await self._turn.discard()
+            if self._turn.trace.end_if_open(self._clock.now_ns()):
+                self._services.traces.add(self._turn.trace.to_dict())
         await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
@@ -340,7 +342,13 @@ class Session:
         else:
             part.text = trace.transcript = settled.transcript.text
             trace.mark("asr_final", settled.at_ns)
-            trace.facts["asr_ms"] = settled.transcript.took_ms
+            words = settled.transcript
+            trace.facts |= {
+                "asr_ms": words.took_ms,
+                "asr_audio_s": words.audio_s,
+                "asr_avg_logprob": words.avg_logprob,
+                "asr_fallbacks": words.num_fallbacks,
+            }
             if self.config.transcribe:
                 await self._tell_transcript(item.id, part)
         # Of turns in quick succession only the last one is answered (with all that was said).
@@ -401,7 +409,12 @@ class Session:
 
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
-        await turn.run()
+        try:
+            await turn.run()
+        finally:
+            # Also of a turn that the end of the call cuts short.
+            traced = turn.trace.to_dict()
+            self._services.traces.add(traced)
         actions: list[Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.
@@ -409,8 +422,6 @@ class Session:
             self._turn = None
             actions = self._dialog.feed(ResponseFinished())
         await self._sink(ResponseDone(turn.response))
-        traced = turn.trace.to_dict()
-        self._services.traces.add(traced)
         self._log_turn(traced)
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))

@@ -37,8 +37,8 @@ from app.conversation.ids import new_id
 from app.conversation.pacing import PlayoutClock
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.errors import GenerationError, ServiceError, SynthesisError
-from app.observe.trace import TurnTrace
+from app.errors import GenerationError, ServiceError, SynthesisError, TurnTimeoutError
+from app.observe.trace import Outcome, TurnTrace
 from audio.codecs import encode
 from audio.errors import AudioError
 from audio.frame import Samples
@@ -138,6 +138,8 @@ class Turn:
         finally:
             if not self.has_ended:  # the sink failed, or the task was cancelled in it
                 await self.discard()
+            if not self.trace.outcome:  # the call ended in the middle of the answer
+                self._complete_trace()
 
     async def _work_until_end(self) -> None:
         try:
@@ -174,9 +176,18 @@ class Turn:
         texts: asyncio.Queue[str | None] = asyncio.Queue(maxsize=8)
         clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
         async with asyncio.TaskGroup() as stages:
+            expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
             stages.create_task(self._voice(texts, clauses))
-            stages.create_task(self._present(clauses))
+            await stages.create_task(self._present(clauses))
+            expiry.cancel()
+
+    async def _expire(self) -> None:
+        """A stage that hangs must not leave the caller in silence for ever."""
+        timeout_s = self._services.settings.turn_timeout_s
+        await self._clock.sleep(timeout_s)
+        if self._item is None:
+            raise TurnTimeoutError(f"there was no answer within {timeout_s:g} s")
 
     async def _think(self, texts: asyncio.Queue[str | None]) -> None:
         """The model's words, in the pieces in which they will be presented."""
@@ -245,7 +256,9 @@ class Turn:
         while (text := await texts.get()) is not None:
             if self._speaks:
                 job = partial(self._synthesize, text, resampler)
+                begun_ns = self._clock.now_ns()
                 samples = await loop.run_in_executor(self._services.workers, job)
+                self.trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
             await clauses.put(Clause(text, samples))
@@ -315,10 +328,13 @@ class Turn:
     # --- notes ---
 
     def _note_first_token(self, event: FirstToken) -> None:
-        self.trace.mark("llm_scheduled", event.scheduled_ns)
-        self.trace.mark("llm_first_token", event.first_token_ns)
-        self.trace.facts["prompt_tokens"] = event.prompt_tokens
-        self.trace.facts["cached_tokens"] = event.cached_tokens
+        self.trace.note_first_token(
+            received_ns=event.received_ns,
+            scheduled_ns=event.scheduled_ns,
+            first_token_ns=event.first_token_ns,
+            prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
+        )
         self.response.usage = ResponseUsage(event.prompt_tokens, event.cached_tokens, 0)
 
     def _note_tokens(self, num_tokens: int) -> None:
@@ -328,8 +344,12 @@ class Turn:
 
     def _note_done(self, event: GenerationDone) -> None:
         self._note_tokens(event.usage.completion_tokens)
-        self.trace.facts["finish_reason"] = event.finish_reason
-        self.trace.facts["llm_steps"] = event.num_steps
+        self.trace.note_generated(
+            num_tokens=event.usage.completion_tokens,
+            num_steps=event.num_steps,
+            finish_reason=event.finish_reason,
+            finished_ns=event.finished_ns,
+        )
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"
 
@@ -381,15 +401,23 @@ class Turn:
         self._complete_trace()
 
     def _complete_trace(self) -> None:
-        self.trace.reply = (self._item.content[0].text or "") if self._item is not None else ""
-        start_ns = min(self.trace.instants.values(), default=0)
+        trace, response = self.trace, self.response
+        trace.reply = (self._item.content[0].text or "") if self._item is not None else ""
+        start_ns = min(trace.instants.values(), default=0)
         for percent, name in ((99, "loop_lag_p99_ms"), (100, "loop_lag_max_ms")):
-            self.trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
-        self.trace.facts["playout_gap_ms"] = self._playout.gap_ns / 1e6
-        self.trace.facts["reply_audio_s"] = self._spoken.sent_samples / self._spoken.rate
-        self.trace.outcome = {
-            "completed": "answered" if self.trace.reply.strip() else "silent",
-            "incomplete": "incomplete",
-            "cancelled": "interrupted" if self.response.reason == "turn_detected" else "cancelled",
-            "failed": "failed",
-        }[self.response.status]
+            trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
+        trace.facts["playout_gap_ms"] = self._playout.gap_ns / 1e6
+        trace.facts["reply_audio_s"] = self._spoken.sent_samples / self._spoken.rate
+        trace.end(self._outcome(), self._clock.now_ns(), response.reason or "")
+
+    def _outcome(self) -> Outcome:
+        match self.response.status:
+            case "completed":
+                return "answered" if self.trace.reply.strip() else "silent"
+            case "incomplete":
+                return "incomplete"
+            case "failed":
+                return "timed_out" if self.response.reason == TurnTimeoutError.code else "failed"
+            case _:  # cancelled, or in progress when the call ended
+                by_voice = self.response.reason == "turn_detected"
+                return "interrupted" if by_voice else "cancelled"
