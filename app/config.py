@@ -113,6 +113,13 @@ class Settings(BaseSettings):
     trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
     trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
     trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
+    metrics: Annotated[Literal["key", "open", "off"], BeforeValidator(_lower)] = Field(
+        default="key", description="/metrics: behind the API key, open to all, or not there"
+    )
+    otel_endpoint: str | None = Field(
+        default=None, description="OTLP/HTTP traces URL, as in http://collector:4318/v1/traces"
+    )
+    otel_service_name: Name = "parley"
     store_transcripts: bool = Field(
         default=False,
         description="keep what was said with the traces; else only how many characters it had",

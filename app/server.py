@@ -25,8 +25,10 @@ from app.errors import ConfigError, ModelStoreError
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
+from app.observe.metrics import Metrics
+from app.observe.spans import otlp_spans
 from app.observe.store import FILE_NAME, Retention, TraceStore
-from app.observe.writer import TraceWriter
+from app.observe.writer import TraceWriter, TurnSink
 from app.web import WEB_ROOT, Connections, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
@@ -68,7 +70,8 @@ async def build_services(
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
-        traces = _open_traces(settings, stack)
+        metrics = Metrics()
+        traces = _open_traces(settings, metrics, stack)
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
@@ -83,6 +86,7 @@ async def build_services(
             vad=vad.result(),
             workers=workers,
             traces=traces,
+            metrics=metrics,
             loop_lag=loop_lag,
             settings=settings,
         )
@@ -143,7 +147,12 @@ async def _supervise(engine: EngineClient, settings: Settings) -> None:
             logger.error("the engine cannot be restarted: %s", error, extra={"again_in_s": wait_s})
 
 
-def _open_traces(settings: Settings, stack: AsyncExitStack) -> TraceWriter:
+def _open_traces(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> TraceWriter:
+    sinks: list[TurnSink] = [metrics.observe]
+    if settings.otel_endpoint:
+        spans = otlp_spans(settings)
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        sinks.append(spans)
     if settings.trace_db:
         retention = Retention(
             max_age_s=settings.trace_max_days * 86_400,
@@ -153,7 +162,7 @@ def _open_traces(settings: Settings, stack: AsyncExitStack) -> TraceWriter:
     else:
         store = TraceStore.in_memory(settings.trace_ring)
     stack.callback(store.close)
-    traces = TraceWriter(store, store_transcripts=settings.store_transcripts)
+    traces = TraceWriter(store, store_transcripts=settings.store_transcripts, sinks=sinks)
     traces.start()
     stack.push_async_callback(asyncio.to_thread, traces.close)
     return traces

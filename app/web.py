@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
+from app.api.metrics import metrics_router
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_session import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
@@ -137,6 +138,8 @@ def create_app(
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
+    app.include_router(metrics_router(services))
+    _add_gauges(app, services)
     _add_realtime(app, services, make_session)
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
@@ -159,6 +162,19 @@ def _add_health(app: FastAPI, services: Services) -> None:
             },
             status_code=200 if ready else 503,
         )
+
+
+def _add_gauges(app: FastAPI, services: Services) -> None:
+    connections: Connections = app.state.connections
+    gauge, traces = services.metrics.gauge, services.traces
+    gauge("active_calls", "Callers connected now.", lambda: len(connections))
+    gauge("max_calls", "Callers there may be.", lambda: connections.max_connections)
+    gauge("traces_dropped", "Traces lost since the start.", lambda: traces.num_dropped)
+    gauge(
+        "event_loop_lag_p99_seconds",
+        "How late the event loop was, p99 of the last minute.",
+        lambda: (services.loop_lag.percentile_ms(99) or 0.0) / 1000,
+    )
 
 
 def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -> None:

@@ -17,12 +17,14 @@ from app.config import Settings
 from app.conversation.events import SessionEvent
 from app.conversation.services import Services
 from app.observe.loop_lag import LoopLag
+from app.observe.metrics import Metrics
 from app.observe.store import TraceStore, Turn
 from app.observe.trace import PATH_INSTANTS
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
 from llm_core import (
     ChatMessage,
+    EngineStats,
     FirstToken,
     GenerationDone,
     GenerationEvent,
@@ -149,6 +151,15 @@ class ScriptedEngine:
         self.error: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=0,
+            num_free_slots=8 - self.num_running,
+            num_slots=8,
+            cached_tokens=0,
+        )
 
     async def prefill(self, messages: Sequence[ChatMessage]) -> PrefillResult:
         self.prefills.append(list(messages))
@@ -330,13 +341,17 @@ def fake_services(
     **settings: Any,
 ) -> Services:
     """Services without a model in them."""
+    metrics = Metrics()
     return Services(
         engine=cast(Any, engine),
         recognizer=cast(Any, recognizer or ScriptedRecognizer()),
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
         workers=InlineExecutor(1),
-        traces=InlineWriter(TraceStore.in_memory(100), store_transcripts=True),
+        traces=InlineWriter(
+            TraceStore.in_memory(100), store_transcripts=True, sinks=[metrics.observe]
+        ),
+        metrics=metrics,
         loop_lag=LoopLag(),
         settings=Settings(**settings),
     )

@@ -62,6 +62,7 @@ PACKAGES = tuple(MAY_IMPORT)
 # Third-party packages that only these files may import, and why.
 ONLY_IN = {
     "piper": ("audio/tts.py",),  # GPL-3.0: NOTICE promises that it stays behind one interface
+    "opentelemetry": ("app/observe/spans.py",),  # an extra
     "transformers": (),  # a test dependency
     "xllamacpp": (),  # the peer we compare with
 }
@@ -228,7 +229,8 @@ def test_nothing_of_ours_is_imported_inside_a_function() -> None:
 def test_third_party_imports_are_declared_and_kept_where_they_belong() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["speech"]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["speech"], *extras["otel"]]
     declared = {normalized(re.split(r"[\[<>=!~; ]", text)[0]) for text in requirements}
     distributions = packages_distributions()
 

@@ -73,7 +73,7 @@ def test_a_store_in_memory_keeps_the_last_turns() -> None:
 def test_what_is_too_old_goes(path: Path) -> None:
     store = TraceStore(path, Retention(max_age_s=10))
     store.write([a_turn(1, ended_at_ms=1_000), a_turn(2, ended_at_ms=5_000)])
-    assert store.prune(now_s=12.0) == 1
+    assert store.prune(at_s=12.0) == 1
     assert ids(store) == ["turn_2"]
     store.close()
 

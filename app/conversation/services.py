@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.config import Settings
 from app.observe.loop_lag import LoopLag
+from app.observe.metrics import Metrics
 from app.observe.writer import TraceWriter
 from audio.asr import Recognizer
 from audio.tts import Synthesizer
@@ -24,5 +25,6 @@ class Services:
     vad: VadModel
     workers: Executor
     traces: TraceWriter
+    metrics: Metrics
     loop_lag: LoopLag
     settings: Settings

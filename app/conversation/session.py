@@ -338,6 +338,8 @@ class Session:
                 error = RecognitionError("internal error; the server's log has the details")
             part.text = ""
             trace.mark("asr_final", self._clock.now_ns())
+            trace.end("failed", self._clock.now_ns(), error.code)
+            self._services.traces.add(trace.to_dict())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))
         else:
             part.text = trace.transcript = settled.transcript.text

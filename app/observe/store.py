@@ -127,15 +127,13 @@ class TraceStore:
             db.execute("UPDATE turns SET record = ? WHERE seq = ?", (encoded, row[0]))
             return True
 
-    def prune(self, now_s: float | None = None) -> int:
-        """Delete what is too old or too much; returns how many turns that were."""
+    def prune(self, at_s: float | None = None) -> int:
+        """Delete what is too old (at Unix time ``at_s``, or now) or too much; returns how many."""
         limits, deleted = self.retention, 0
-        now_s = time.time() if now_s is None else now_s
         with self._writing() as db:
             if limits.max_age_s is not None:
-                oldest_ms = int(
-                    ((time.time() if now_s is None else now_s) - limits.max_age_s) * 1e3
-                )
+                now_s = time.time() if at_s is None else at_s
+                oldest_ms = int((now_s - limits.max_age_s) * 1000)
                 deleted += db.execute(
                     "DELETE FROM turns WHERE ended_at_ms < ?", (oldest_ms,)
                 ).rowcount

@@ -180,11 +180,11 @@ class TurnTrace:
         nobody heard it.
         """
         self.outcome, self.reason = outcome, reason
-        self.ended_at_ms = time.time_ns() // 1_000_000
         was_stopped = outcome in ("interrupted", "cancelled")
         if was_stopped and self.instants.get("first_audio_sent", at_ns) > at_ns:
             del self.instants["first_audio_sent"]
         self.mark("ended", max([at_ns, *self.instants.values()]))
+        self.ended_at_ms = (time.time_ns() + self.instants["ended"] - at_ns) // 1_000_000
 
     def end_if_open(self, at_ns: int) -> bool:
         """Close the record of a turn that never ran; False when it is closed already."""
