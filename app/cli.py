@@ -17,6 +17,7 @@ from rich.text import Text
 
 from app import __version__
 from app.cli_models import HomeOption, configured_models, fetch_models, models_app
+from app.cli_traces import traces_app
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
 
@@ -38,6 +39,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.add_typer(models_app, name="models")
+cli.add_typer(traces_app, name="traces")
 
 
 def _show_version(wanted: bool) -> None:

@@ -23,7 +23,7 @@ from app.api.metrics import metrics_router
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_session import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
-from app.api.traces import traces_router
+from app.api.traces import TraceNotFoundError, traces_router
 from app.auth import (
     REALTIME_SUBPROTOCOL,
     AuthenticationError,
@@ -236,6 +236,8 @@ def _error_response(error: ParleyError, status: int | None = None) -> JSONRespon
         status = 403
     elif isinstance(error, HostError):
         status = 421
+    elif isinstance(error, TraceNotFoundError):
+        status = 404
     body = {
         "message": error.message,
         "type": "invalid_request_error" if isinstance(error, ClientError) else "server_error",

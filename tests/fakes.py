@@ -18,6 +18,7 @@ from app.conversation.events import SessionEvent
 from app.conversation.services import Services
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
+from app.observe.query import TraceFilter, TraceQuery
 from app.observe.store import TraceStore, Turn
 from app.observe.trace import PATH_INSTANTS
 from app.observe.writer import TraceWriter
@@ -279,6 +280,11 @@ class InlineWriter(TraceWriter):
     def add(self, turn: Turn) -> None:
         self.write([turn])
         self.store.prune()
+
+
+def recent(store: TraceStore, limit: int) -> list[Turn]:
+    """The newest turns, newest first."""
+    return TraceQuery(store).page(TraceFilter(), limit).turns
 
 
 def a_turn(number: int = 1, **changes: Any) -> Turn:

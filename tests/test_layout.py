@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "app": (
         ("__main__",),
-        ("cli", "cli_*", "talk_client", "talk_log", "recording", "waterfall", "server_process"),
+        ("cli", "cli_*"),
+        ("talk_client", "talk_log", "recording", "waterfall", "server_process", "trace_source"),
         ("server",),
         ("web",),
         ("api", "transports", "auth"),

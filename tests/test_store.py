@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
@@ -17,7 +18,7 @@ from app.errors import ConfigError
 from app.observe import schema
 from app.observe.store import Retention, TraceStore
 from app.observe.writer import TraceWriter, without_words
-from tests.fakes import a_turn
+from tests.fakes import a_turn, recent
 
 FOREVER = Retention()
 
@@ -35,13 +36,13 @@ def store(path: Path) -> Iterator[TraceStore]:
 
 
 def ids(store: TraceStore) -> list[str]:
-    return [turn["turn_id"] for turn in store.recent(100_000)]
+    return [turn["turn_id"] for turn in recent(store, 100_000)]
 
 
 def test_turns_come_back_as_they_were_newest_first(store: TraceStore, path: Path) -> None:
     store.write([a_turn(1), a_turn(2)])
     store.write([a_turn(3)])
-    assert store.recent(2) == [a_turn(3), a_turn(2)]
+    assert recent(store, 2) == [a_turn(3), a_turn(2)]
     store.close()
     reopened = TraceStore(path, FOREVER)
     assert ids(reopened) == ["turn_3", "turn_2", "turn_1"]
@@ -100,7 +101,7 @@ def test_what_is_too_much_goes_oldest_first_and_the_file_shrinks(path: Path) -> 
 def test_a_client_report_joins_its_turn(store: TraceStore) -> None:
     store.write([a_turn(1), a_turn(2)])
     assert store.add_client_report("turn_1", {"first_audio_delay_ms": 80.0, "gap_ms": 5.0})
-    turn = store.recent(2)[1]
+    turn = recent(store, 2)[1]
     assert turn["client"] == {"first_audio_delay_ms": 80.0, "gap_ms": 5.0}
     assert turn["instants_ms"]["first_audio_played"] == 680.0
     assert not store.add_client_report("turn_9", {"gap_ms": 5.0})
@@ -116,6 +117,35 @@ def test_a_database_of_the_future_or_of_garbage_is_told_at_the_start(path: Path)
     path.write_bytes(b"this is not a database, whatever its name says" * 100)
     with pytest.raises(ConfigError, match="PARLEY_TRACE_DB=false"):
         TraceStore(path, FOREVER)
+
+
+def test_a_database_of_version_1_is_brought_to_today(path: Path) -> None:
+    """Made with the statements of the first release, not with today's."""
+    path.parent.mkdir()
+    db = sqlite3.connect(path)
+    db.executescript(schema._CREATE_V1 + "PRAGMA user_version = 1;")
+    for number in (1, 2):
+        turn = a_turn(number)
+        if number == 2:  # nobody heard an answer
+            turn |= {"voice_to_voice_ms": None, "stages_ms": {}}
+        names = ("turn_id", "session_id", "ended_at_ms", "outcome", "voice_to_voice_ms")
+        db.execute(
+            f"INSERT INTO turns ({', '.join(names)}, record) VALUES (?, ?, ?, ?, ?, ?)",
+            (*[turn[name] for name in names], json.dumps(turn)),
+        )
+    db.commit()
+    db.close()
+
+    store = TraceStore(path, FOREVER)
+    assert ids(store) == ["turn_2", "turn_1"]
+    with store.reading() as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (schema.VERSION,)
+        rows = db.execute("SELECT asr_ms, send_ms, over_budget FROM turns ORDER BY seq").fetchall()
+    assert rows == [(95.0, 5.0, 0), (None, None, 0)]
+    store.write([a_turn(3, budget={"misses_ms": {"asr": 1.0}, "actions": []})])
+    with store.reading() as db:
+        assert db.execute("SELECT over_budget FROM turns WHERE seq = 3").fetchone() == (1,)
+    store.close()
 
 
 def test_a_migration_that_fails_changes_nothing(
@@ -164,7 +194,7 @@ def test_words_are_kept_only_when_asked_for(store: TraceStore) -> None:
     for keeps in (False, True):
         writer = TraceWriter(store, store_transcripts=keeps)
         writer.write([a_turn(int(keeps))])
-    kept, bare = store.recent(2)
+    kept, bare = recent(store, 2)
     assert (kept["transcript"], kept["reply"]) == ("How are you?", "Fine.")
     assert (bare["transcript"], bare["reply"]) == ("", "")
     assert (bare["facts"]["transcript_chars"], bare["facts"]["reply_chars"]) == (12, 5)
@@ -215,7 +245,7 @@ import sys
 from pathlib import Path
 from app.observe.store import Retention, TraceStore
 from app.observe.writer import TraceWriter
-from tests.fakes import a_turn
+from tests.fakes import a_turn, recent
 
 writer = TraceWriter(TraceStore(Path(sys.argv[1]), Retention()))
 writer.start()

@@ -12,7 +12,7 @@ import pytest
 from app.conversation.events import OutputAudio, ResponseStarted, SessionEvent
 from app.observe.trace import FACTS, OUTCOMES, PATH_INSTANTS
 from llm_core import EngineDiedError
-from tests.fakes import ManualClock, PacedEngine, Recorder, settle, silence, voice
+from tests.fakes import ManualClock, PacedEngine, Recorder, recent, settle, silence, voice
 from tests.session_call import Call, call
 
 LONG = "One two three four five six seven. " * 6
@@ -39,7 +39,7 @@ def paced_call(*replies: str, texts: tuple[str, ...] = ("How are you?",), **chan
 
 
 def records(c: Call) -> list[dict[str, Any]]:
-    return c.services.traces.store.recent(1000)
+    return recent(c.services.traces.store, 1000)
 
 
 async def nothing(c: Call) -> None:
@@ -141,7 +141,7 @@ async def test_200_turns_add_up_and_equal_the_silence_in_the_recording() -> None
             heard_before = len(ear.heard_ns)
             await c.hear(silence(0.7))
             await c.clock.advance(30)
-            (turn,) = c.services.traces.store.recent(1)
+            (turn,) = recent(c.services.traces.store, 1)
             assert turn["outcome"] == "answered" and turn["transcript"] == texts[number]
             whole_ms = turn["voice_to_voice_ms"]
             assert sum(turn["stages_ms"].values()) == pytest.approx(whole_ms, abs=1e-6)

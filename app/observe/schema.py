@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from app.observe.trace import STAGES
+
 # Each step takes a database of the version that is its index to the next one. They are frozen: a
 # step that has been released is never changed, for databases in the field have been through it.
 _CREATE_V1 = """
@@ -28,7 +30,10 @@ CREATE INDEX turns_by_session ON turns (session_id, seq);
 CREATE INDEX turns_by_end ON turns (ended_at_ms);
 """
 
-COLUMNS = ("turn_id", "session_id", "ended_at_ms", "outcome", "voice_to_voice_ms", "record")
+# What each stage took, for percentiles over thousands of turns; and whether any budget was missed.
+_STAGE_COLUMNS = tuple(f"{stage}_ms" for stage, _ in STAGES)
+_FIELDS = ("turn_id", "session_id", "ended_at_ms", "outcome", "voice_to_voice_ms")
+COLUMNS = (*_FIELDS, *_STAGE_COLUMNS, "over_budget", "record")
 INSERT = (
     f"INSERT OR REPLACE INTO turns ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
 )
@@ -38,7 +43,20 @@ def _create(db: sqlite3.Connection) -> None:
     _run(db, _CREATE_V1)
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_create,)
+def _add_stages(db: sqlite3.Connection) -> None:
+    stages = ("endpoint", "asr", "queue", "prefill", "decode", "tts", "send")
+    for stage in stages:
+        db.execute(f"ALTER TABLE turns ADD COLUMN {stage}_ms REAL")
+    db.execute("ALTER TABLE turns ADD COLUMN over_budget INTEGER NOT NULL DEFAULT 0")
+    assignments = ", ".join(f"{stage}_ms = ?" for stage in stages)
+    for seq, record in db.execute("SELECT seq, record FROM turns").fetchall():
+        spent = msgspec.json.decode(record).get("stages_ms", {})
+        values = [spent.get(stage) for stage in stages]
+        db.execute(f"UPDATE turns SET {assignments} WHERE seq = ?", (*values, seq))
+    db.execute("CREATE INDEX turns_by_wait ON turns (voice_to_voice_ms)")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_create, _add_stages)
 VERSION = len(MIGRATIONS)
 
 
@@ -48,8 +66,10 @@ class NewerSchemaError(Exception):
 
 def row_of(turn: Mapping[str, Any]) -> tuple[Any, ...]:
     """The columns of a turn record (``TurnTrace.to_dict``), in the order of ``COLUMNS``."""
-    values = [turn.get(name) for name in COLUMNS[:-1]]
-    return (*values, msgspec.json.encode(turn))
+    fields = [turn[name] for name in _FIELDS]
+    stages = [turn["stages_ms"].get(stage) for stage, _ in STAGES]
+    over_budget = int(bool((turn.get("budget") or {}).get("misses_ms")))
+    return (*fields, *stages, over_budget, msgspec.json.encode(turn))
 
 
 def migrate(db: sqlite3.Connection) -> int:

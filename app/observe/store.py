@@ -101,12 +101,6 @@ class TraceStore:
         with self._writing() as db:
             db.executemany(INSERT, rows)
 
-    def recent(self, limit: int) -> list[Turn]:
-        """The newest turns, newest first."""
-        with self.reading() as db:
-            rows = db.execute("SELECT record FROM turns ORDER BY seq DESC LIMIT ?", (limit,))
-            return [msgspec.json.decode(record) for (record,) in rows]
-
     def add_client_report(self, turn_id: str, report: dict[str, float]) -> bool:
         """Note in a stored turn what its client says of the playout; False: no such turn.
 

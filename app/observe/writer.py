@@ -109,7 +109,7 @@ class TraceWriter:
         kept = batch if self._keeps_words else [without_words(turn) for turn in batch]
         try:
             self.store.write(kept)
-        except (sqlite3.Error, TypeError, ValueError) as error:  # the disk; or no JSON
+        except (sqlite3.Error, TypeError, ValueError, KeyError) as error:  # the disk; or no record
             self._lose(len(batch), str(error))
         else:
             self.num_written += len(batch)
