@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -165,26 +165,38 @@ class TraceQuery:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
+    """The figures of a turn; a tuple, for there are thousands of them in one answer."""
+
     turn_id: str
     session_id: str
     ended_at_ms: int
     outcome: str
     voice_to_voice_ms: float | None
     over_budget: int
-    stages_ms: tuple[float | None, ...]
+    endpoint_ms: float | None
+    asr_ms: float | None
+    queue_ms: float | None
+    prefill_ms: float | None
+    decode_ms: float | None
+    tts_ms: float | None
+    send_ms: float | None
+
+    @property
+    def stages_ms(self) -> tuple[float | None, ...]:
+        """In the order of ``STAGE_NAMES``."""
+        return cast(tuple[float | None, ...], self[_NUM_FIELDS:])
+
+
+_NUM_FIELDS = 6
+assert _Row._fields[_NUM_FIELDS:] == tuple(f"{stage}_ms" for stage in STAGE_NAMES)
 
 
 def _rows(db: sqlite3.Connection, chosen: TraceFilter) -> list[_Row]:
     where, values = chosen.where()
-    columns = ", ".join(f"{stage}_ms" for stage in STAGE_NAMES)
-    found = db.execute(
-        "SELECT turn_id, session_id, ended_at_ms, outcome, voice_to_voice_ms, over_budget, "
-        f"{columns} FROM turns {where} ORDER BY seq DESC LIMIT ?",
-        (*values, MAX_COUNTED),
-    )
-    return [_Row(r[0], r[1], r[2], r[3], r[4], r[5], r[6:]) for r in found]
+    columns = ", ".join(_Row._fields)
+    sql = f"SELECT {columns} FROM turns {where} ORDER BY seq DESC LIMIT ?"
+    return [*map(_Row._make, db.execute(sql, (*values, MAX_COUNTED)))]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -211,6 +223,7 @@ def summarize(rows: Sequence[_Row]) -> dict[str, Any]:
     for row in rows:
         outcomes[row.outcome] = outcomes.get(row.outcome, 0) + 1
     spoken = [row for row in rows if row.voice_to_voice_ms is not None]
+    spent = [row.stages_ms for row in spoken]
     return {
         "turns": len(rows),
         "conversations": len({row.session_id for row in rows}),
@@ -220,7 +233,7 @@ def summarize(rows: Sequence[_Row]) -> dict[str, Any]:
         "over_budget": sum(row.over_budget for row in rows),
         "voice_to_voice_ms": _spread([row.voice_to_voice_ms or 0.0 for row in spoken]),
         "stages_ms": {
-            stage: _spread([row.stages_ms[index] or 0.0 for row in spoken])
+            stage: _spread([stages[index] or 0.0 for stages in spent])
             for index, stage in enumerate(STAGE_NAMES)
         },
     }
