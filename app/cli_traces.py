@@ -265,6 +265,8 @@ def _show_turn(console: Console, turn: Turn) -> None:
         if turn[name]:
             console.print(Text.assemble((f"{who}: ", "dim"), turn[name]))
     console.print(waterfall(turn))
+    for line in _budget_lines(turn.get("budget")):
+        console.print(line)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -273,6 +275,21 @@ def _show_turn(console: Console, turn: Turn) -> None:
         shown = f"{value:,.1f}" if isinstance(value, float) else str(value)
         table.add_row(name, shown)
     console.print(table)
+
+
+def _budget_lines(budget: dict[str, Any] | None) -> Iterator[Text]:
+    """How the turn stands against its budget, and what was done because it was late."""
+    if budget is None:
+        return
+    misses = budget["misses_ms"]
+    over = ", ".join(f"{STAGE_TITLES.get(s, 'whole')} +{_ms(ms)}" for s, ms in misses.items())
+    verdict = Text(f"over: {over} ms", style="bold red") if over else Text("kept", style="green")
+    yield Text.assemble(("budget ", "dim"), f"{_ms(budget['target_ms'])} ms ", verdict)
+    for action in budget["actions"]:
+        saved = action["saved_ms"]
+        effect = "" if saved is None else f", {_ms(saved)} ms saved"
+        because = STAGE_TITLES.get(action["stage"], action["stage"])
+        yield Text(f"  {action['policy'].replace('_', ' ')}, for {because} was late{effect}")
 
 
 def _stage_table(summary: dict[str, Any], before: dict[str, Any] | None) -> Table:

@@ -40,6 +40,41 @@ Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_split)]
 
 
+# What a plain turn takes on two cores with the embedded models (docs/benchmarks.md), and some air.
+DEFAULT_STAGES_MS = {
+    "endpoint": 620.0,
+    "asr": 80.0,
+    "queue": 20.0,
+    "prefill": 80.0,
+    "decode": 80.0,
+    "tts": 100.0,
+    "send": 20.0,
+}
+
+
+def _stages(value: object) -> object:
+    """``asr=150,tts=200``, or a JSON object; stages that are not named keep their defaults."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {name.strip(): ms.strip() for name, _, ms in pairs}
+    elif isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("expected stage=milliseconds pairs with commas between them")
+    if unknown := set(value) - set(DEFAULT_STAGES_MS):
+        raise ValueError(
+            f"there is no stage {sorted(unknown)[0]!r}; there are {', '.join(DEFAULT_STAGES_MS)}"
+        )
+    return {**DEFAULT_STAGES_MS, **value}
+
+
+Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
+StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
+Policies = Annotated[
+    tuple[Literal["short_first_clause", "filler"], ...], NoDecode, BeforeValidator(_split)
+]
+
+
 class Settings(BaseSettings):
     """All settings of one server. Frozen: nothing changes after start."""
 
@@ -105,6 +140,20 @@ class Settings(BaseSettings):
         ge=1.0,
         le=600.0,
         description="an answer not begun by then has failed",
+    )
+
+    budget_ms: int = Field(
+        default=1000, ge=50, le=60_000, description="end of the voice to the first audible sample"
+    )
+    budget_stages_ms: StagesMs = Field(
+        default=DEFAULT_STAGES_MS, description="asr=150,tts=200: of it, for each stage"
+    )
+    budget_policies: Policies = Field(
+        default=("short_first_clause",),
+        description="what is done when a turn is late: short_first_clause, filler",
+    )
+    budget_filler: Annotated[str, StringConstraints(max_length=100)] = Field(
+        default="Let me see.", description="what the policy filler says"
     )
 
     trace_db: bool = Field(

@@ -19,6 +19,7 @@ import uvloop
 from fastapi import FastAPI
 
 from app.config import Settings
+from app.conversation.filler import Filler
 from app.conversation.services import Services
 from app.conversation.warm_up import warm_up
 from app.errors import ConfigError, ModelStoreError
@@ -89,6 +90,7 @@ async def build_services(
             metrics=metrics,
             loop_lag=loop_lag,
             settings=settings,
+            filler=await _make_filler(settings, synthesizer.result(), workers),
         )
         await warm_up(services)
         logger.info("ready", extra={"took_s": round(time.monotonic() - started_s, 1)})
@@ -192,6 +194,15 @@ async def _load_synthesizer(
         return synthesizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+async def _make_filler(
+    settings: Settings, synthesizer: Synthesizer, workers: ThreadPoolExecutor
+) -> Filler | None:
+    if "filler" not in settings.budget_policies or not settings.budget_filler:
+        return None
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(workers, Filler, settings.budget_filler, synthesizer)
 
 
 def _loading_error(errors: ExceptionGroup) -> Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, cast
@@ -229,11 +229,17 @@ class PacedEngine(ScriptedEngine):
 
 
 class PacedExecutor(Executor):
-    """Speech work that takes as long, by the test's clock, as ``delays_s`` says for its kind."""
+    """Speech work that takes as long, by the test's clock, as ``delays_s`` says for its kind.
+
+    A delay may be a function of the job.
+    """
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
-        self.delays_s = {"transcribe": 0.08, "_synthesize": 0.05}
+        self.delays_s: dict[str, float | Callable[[Any], float]] = {
+            "transcribe": 0.08,
+            "_synthesize": 0.05,
+        }
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +250,8 @@ class PacedExecutor(Executor):
         return future
 
     async def _work(self, future: Future[Any], job: Any) -> None:
-        await self.clock.sleep(self.delays_s[job.func.__name__])
+        delay = self.delays_s[job.func.__name__]
+        await self.clock.sleep(delay(job) if callable(delay) else delay)
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(job())

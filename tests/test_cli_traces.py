@@ -106,6 +106,26 @@ def test_one_turn_as_a_waterfall(invoke: Invoke) -> None:
     assert missing.exit_code == 1
 
 
+def test_the_budget_of_a_turn_and_what_was_done(tmp_path: Path) -> None:
+    action = {"policy": "filler", "stage": "asr", "at_ms": 950.0, "overspent_ms": 0.0}
+    budget = {
+        "target_ms": 1000.0,
+        "stages_ms": {"asr": 80.0},
+        "misses_ms": {"asr": 15.0, "total": 412.0},
+        "actions": [{**action, "saved_ms": 580.0}, {**action, "saved_ms": None}],
+    }
+    store = TraceStore(tmp_path / FILE_NAME, Retention())
+    store.write([a_turn(1, budget=budget)])
+    store.close()
+    shown = CliRunner().invoke(cli.cli, ["traces", "show", "--home", str(tmp_path)]).stdout
+    assert "budget 1,000 ms over: transcription +15, whole +412 ms" in shown
+    assert "filler, for transcription was late, 580 ms saved" in shown
+    listed = CliRunner().invoke(
+        cli.cli, ["traces", "--over-budget", "--json", "--home", str(tmp_path)]
+    )
+    assert len(json.loads(listed.stdout)["data"]) == 1
+
+
 def test_statistics_name_the_cause(invoke: Invoke) -> None:
     result = invoke("stats")
     assert result.exit_code == 0, result.output

@@ -173,9 +173,14 @@ class AudioParams(WireModel):
 
 
 class ParleyParams(WireModel):
-    """Our own extension: ``trace`` asks for a ``parley.turn.trace`` event after each turn."""
+    """Our own extension: ``trace`` asks for a ``parley.turn.trace`` event after each turn.
+
+    ``budget_ms``: the time from the caller's last word to the first sound of the answer that this
+    conversation aims at; null: the server's.
+    """
 
     trace: bool = False
+    budget_ms: Annotated[int | None, Field(ge=50, le=60_000)] = None
 
 
 def _session_type(value: Any) -> Any:
@@ -329,6 +334,7 @@ def to_config(params: SessionParams) -> SessionConfig:
         language=language.lower().split("-")[0] if language else None,
         transcription_prompt=transcription.prompt if transcription else None,
         send_traces=params.parley.trace,
+        budget_ms=params.parley.budget_ms,
     )
 
 
@@ -375,5 +381,5 @@ def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
                 "speed": spoken.speed,
             },
         },
-        "parley": {"trace": params.parley.trace},
+        "parley": params.parley.model_dump(),
     }

@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from app.config import Settings
+from app.conversation.filler import Filler
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.writer import TraceWriter
@@ -17,7 +18,10 @@ from llm_core import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs."""
+    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
+
+    ``filler``: what the budget's policy of that name says; None when it is off.
+    """
 
     engine: EngineClient
     recognizer: Recognizer
@@ -28,3 +32,4 @@ class Services:
     metrics: Metrics
     loop_lag: LoopLag
     settings: Settings
+    filler: Filler | None = None

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from app.clock import Clock
+from app.conversation.budget import BudgetedChunker, TurnBudget
 from app.conversation.events import (
     Item,
     OutputAudio,
@@ -43,7 +44,7 @@ from audio.codecs import encode
 from audio.errors import AudioError
 from audio.frame import Samples
 from audio.resample import StreamResampler
-from audio.text import ClauseChunker, SpokenText
+from audio.text import SpokenText
 from llm_core import (
     ChatMessage,
     FirstToken,
@@ -99,9 +100,11 @@ class Turn:
         self._history = history
         self._prefilled = prefilled
         self._speaks = response.modality == "audio"
+        self._budget = TurnBudget.of(services.settings, config, trace)
         self._playout = PlayoutClock(config.output_format.rate, services.settings.playout_lead_ms)
         self._spoken = SpokenRecord(config.output_format.rate)
         self._item: Item | None = None
+        self._has_words = False  # the answer has begun, fillers aside
         self._work: asyncio.Task[None] | None = None
         self._released = asyncio.Event()
         self._stop_reason: str | None = None
@@ -186,12 +189,12 @@ class Turn:
         """A stage that hangs must not leave the caller in silence for ever."""
         timeout_s = self._services.settings.turn_timeout_s
         await self._clock.sleep(timeout_s)
-        if self._item is None:
+        if not self._has_words:
             raise TurnTimeoutError(f"there was no answer within {timeout_s:g} s")
 
     async def _think(self, texts: asyncio.Queue[str | None]) -> None:
         """The model's words, in the pieces in which they will be presented."""
-        spoken_text, chunker = SpokenText(), ClauseChunker()
+        spoken_text, chunker = SpokenText(), BudgetedChunker(self._budget)
         async with aclosing(self._generate()) as events:
             async for event in events:
                 match event:
@@ -201,11 +204,14 @@ class Turn:
                         self._note_tokens(event.num_tokens)
                         pieces = [event.text]
                         if self._speaks:
-                            pieces = chunker.feed(spoken_text.feed(event.text))
+                            words = spoken_text.feed(event.text)
+                            pieces = chunker.feed(words, self._clock.now_ns())
                         await self._put_texts(texts, pieces)
                     case GenerationDone():
                         self._note_done(event)
-        await self._put_texts(texts, [*chunker.feed(spoken_text.flush()), *chunker.flush()])
+        now_ns = self._clock.now_ns()
+        rest = [*chunker.feed(spoken_text.flush(), now_ns), *chunker.flush(now_ns)]
+        await self._put_texts(texts, rest)
         await texts.put(None)
 
     async def _put_texts(self, texts: asyncio.Queue[str | None], pieces: list[str]) -> None:
@@ -276,14 +282,42 @@ class Turn:
 
     async def _present(self, clauses: asyncio.Queue[Clause | None]) -> None:
         """Show and play, once it is certain that the answer is wanted."""
-        clause = await clauses.get()
-        await self._released.wait()
-        item = await self._open_item()
+        first = asyncio.create_task(clauses.get())
+        try:
+            item = None
+            await self._released.wait()
+            if bridge := await self._bridge(first):
+                item = await self._open_item()
+                await self._say(item, bridge)
+            clause = await first
+        finally:
+            first.cancel()
+        self._budget.answered(self._clock.now_ns())
+        self._has_words = True
+        item = item or await self._open_item()
         while clause is not None:
-            self._spoken.timeline.append(clause.text, len(clause.samples))
-            await self._write(item, clause.text)
-            await self._send(item, clause.samples)
+            await self._say(item, clause)
             clause = await clauses.get()
+
+    async def _bridge(self, first: asyncio.Task[Clause | None]) -> Clause | None:
+        """What is said when the budget is all but spent and there is no clause yet."""
+        filler, wait_s = self._services.filler, self._budget.bridge_wait_s(self._clock.now_ns())
+        if filler is None or wait_s is None or not self._speaks:
+            return None
+        sleeping = asyncio.create_task(self._clock.sleep(wait_s))
+        try:
+            await asyncio.wait({first, sleeping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
+        if first.done():
+            return None
+        self._budget.bridged(self._clock.now_ns())
+        return Clause(f"{filler.text} ", filler.samples(self.config.output_format.rate))
+
+    async def _say(self, item: Item, clause: Clause) -> None:
+        self._spoken.timeline.append(clause.text, len(clause.samples))
+        await self._write(item, clause.text)
+        await self._send(item, clause.samples)
 
     # --- to the client ---
 

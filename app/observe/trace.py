@@ -8,7 +8,7 @@ beside the instants.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal[
@@ -100,6 +100,22 @@ def attribute_us(instants_us: dict[str, int]) -> dict[str, int]:
 
 
 @dataclass(slots=True)
+class BudgetAction:
+    """Something that was done because a turn was late.
+
+    ``stage`` is the one furthest over its target, ``at_ms`` when, ``overspent_ms`` by how much the
+    turn was late. ``saved_ms``: how much earlier the caller heard something; None: not known, the
+    turn ended before.
+    """
+
+    policy: str
+    stage: str
+    at_ms: float
+    overspent_ms: float
+    saved_ms: float | None = None
+
+
+@dataclass(slots=True)
 class TurnTrace:
     """Collected while the turn runs. Instants are monotonic nanoseconds.
 
@@ -119,6 +135,9 @@ class TurnTrace:
     reply: str = ""
     instants: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    budget_ms: float | None = None
+    stage_budgets_ms: dict[str, float] = field(default_factory=dict)
+    actions: list[BudgetAction] = field(default_factory=list)
 
     def mark(self, instant: str, at_ns: int) -> None:
         """Note an instant; the first time counts."""
@@ -140,29 +159,27 @@ class TurnTrace:
         prompt_tokens: int,
         cached_tokens: int,
     ) -> None:
-        """What the engine says with the first token."""
+        """What the engine says with the first token. Of several requests the first one counts."""
         submitted_ns = self.instants.get("llm_submit", received_ns)
         self.mark("llm_scheduled", scheduled_ns)
         self.mark("llm_first_token", first_token_ns)
-        self.facts |= {
+        self.facts = {
             "queue_wait_ms": max(0, scheduled_ns - received_ns) / 1e6,
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,
             "computed_tokens": max(0, prompt_tokens - cached_tokens),
             "ttft_ms": max(0, first_token_ns - submitted_ns) / 1e6,
-        }
+        } | self.facts
 
     def note_generated(
         self, *, num_tokens: int, num_steps: int, finish_reason: str, finished_ns: int
     ) -> None:
-        """What the engine says with the last token."""
-        self.facts |= {
-            "completion_tokens": num_tokens,
-            "llm_steps": num_steps,
-            "finish_reason": finish_reason,
-        }
+        """What the engine says with the last token of a request; ``num_tokens`` of the answer."""
+        self.facts["completion_tokens"] = num_tokens
+        self.facts["finish_reason"] = finish_reason
+        self.facts["llm_steps"] = self.facts.get("llm_steps", 0) + num_steps
         first_ns = self.instants.get("llm_first_token")
-        if first_ns is not None and num_tokens > 1:
+        if first_ns is not None and num_tokens > 1 and "tpot_ms" not in self.facts:
             self.facts["tpot_ms"] = max(0, finished_ns - first_ns) / 1e6 / (num_tokens - 1)
 
     def note_clause_spoken(self, took_ns: int) -> None:
@@ -235,4 +252,19 @@ class TurnTrace:
             "stages_ms": {stage: us / 1000 for stage, us in parts.items()},
             "instants_ms": {name: since_us[name] / 1000 for name in INSTANTS if name in since_us},
             "facts": facts,
+            "budget": self._budget(whole_us, parts) if self.spoken else None,
+        }
+
+    def _budget(self, whole_us: int | None, parts_us: dict[str, int]) -> dict[str, Any] | None:
+        """Targets, by how much they were missed, and what was done about it; milliseconds."""
+        if self.budget_ms is None:
+            return None
+        targets = {**self.stage_budgets_ms, "total": self.budget_ms}
+        spent = {**parts_us, **({} if whole_us is None else {"total": whole_us})}
+        over = {name: spent[name] / 1000 - targets[name] for name in spent if name in targets}
+        return {
+            "target_ms": self.budget_ms,
+            "stages_ms": dict(self.stage_budgets_ms),
+            "misses_ms": {name: ms for name, ms in over.items() if ms > 0},
+            "actions": [asdict(action) for action in self.actions],
         }
