@@ -49,6 +49,7 @@ _OverBudget = Annotated[bool, typer.Option("--over-budget", help="Only turns ove
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 _WHOLE = "voice to voice"
+_WIDE = 150  # columns of a terminal in which all stages have room
 _OUTCOME_STYLES = {"answered": "green", "failed": "bold red", "timed_out": "bold red"}
 
 
@@ -85,7 +86,7 @@ def traces(
     if not page.turns:
         console.print("no turns", style="dim")
         return
-    console.print(_turn_table(page.turns))
+    console.print(_turn_table(page.turns, console.width))
     if page.next_cursor is not None:
         console.print("and more: --limit, --since", style="dim")
 
@@ -230,26 +231,31 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def _turn_table(turns: list[Turn]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in ("ended", "turn", "conversation", "outcome"):
+def _turn_table(turns: list[Turn], width: int) -> Table:
+    """All stages where there is room for them, else the longest one."""
+    is_wide = width >= _WIDE
+    table = Table(box=None, header_style="dim", pad_edge=False, collapse_padding=True)
+    for title in ("ended", "turn", *(["conversation"] if is_wide else []), "outcome"):
         table.add_column(title, no_wrap=True)
-    for title in ("ms", *(STAGE_TITLES[stage] for stage in STAGE_NAMES)):
-        table.add_column(title, justify="right")
+    stages = [STAGE_TITLES[stage] for stage in STAGE_NAMES] if is_wide else ["longest stage"]
+    for title in ("ms", *stages):
+        table.add_column(title, justify="right", no_wrap=not is_wide)
     for turn in turns:
-        stages = turn["stages_ms"]
-        longest = max(stages.values(), default=0.0)
-        table.add_row(
-            _when(turn["ended_at_ms"]),
-            turn["turn_id"],
-            turn["session_id"],
-            Text(turn["outcome"], style=_OUTCOME_STYLES.get(turn["outcome"], "")),
-            Text(_ms(turn["voice_to_voice_ms"]), style="bold"),
-            *(
-                Text(_ms(ms), style="cyan" if ms == longest else "dim")
-                for ms in (stages.get(stage) for stage in STAGE_NAMES)
-            ),
-        )
+        spent = turn["stages_ms"]
+        longest = max(spent, key=lambda stage: spent[stage], default=None)
+        cells: list[str | Text] = [_when(turn["ended_at_ms"]), turn["turn_id"]]
+        if is_wide:
+            cells.append(turn["session_id"])
+        cells.append(Text(turn["outcome"], style=_OUTCOME_STYLES.get(turn["outcome"], "")))
+        cells.append(Text(_ms(turn["voice_to_voice_ms"]), style="bold"))
+        if is_wide:
+            cells += [
+                Text(_ms(spent.get(stage)), style="cyan" if stage == longest else "dim")
+                for stage in STAGE_NAMES
+            ]
+        elif longest is not None:
+            cells.append(Text(f"{STAGE_TITLES[longest]} {_ms(spent[longest])}", style="cyan"))
+        table.add_row(*cells)
     return table
 
 
@@ -318,17 +324,17 @@ def _spreads(summary: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _slowest_table(slowest: list[dict[str, Any]]) -> Table:
-    table = Table(
-        box=None, header_style="dim", pad_edge=False, title="the slowest", title_justify="left"
-    )
-    for title in ("ended", "turn", "ms", "what made it slow"):
-        table.add_column(title, no_wrap=True, justify="right" if title == "ms" else "left")
+    table = Table(box=None, header_style="dim", pad_edge=False, collapse_padding=True)
+    table.title, table.title_justify = "the slowest", "left"
+    for title in ("ended", "turn", "ms", "because of", "above its median"):
+        is_number = title in ("ms", "above its median")
+        table.add_column(title, no_wrap=True, justify="right" if is_number else "left")
     for turn in slowest:
-        above = turn["cause_above_median_ms"]
         table.add_row(
             _when(turn["ended_at_ms"]),
             turn["turn_id"],
             _ms(turn["voice_to_voice_ms"]),
-            f"{STAGE_TITLES[turn['cause']]}, {above:,.0f} ms above its median",
+            STAGE_TITLES[turn["cause"]],
+            f"+{_ms(turn['cause_above_median_ms'])}",
         )
     return table

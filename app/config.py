@@ -42,12 +42,12 @@ Names = Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_split)]
 
 # What a plain turn takes on two cores with the embedded models (docs/benchmarks.md), and some air.
 DEFAULT_STAGES_MS = {
-    "endpoint": 620.0,
-    "asr": 80.0,
+    "endpoint": 600.0,
+    "asr": 50.0,
     "queue": 20.0,
-    "prefill": 80.0,
-    "decode": 80.0,
-    "tts": 100.0,
+    "prefill": 50.0,
+    "decode": 60.0,
+    "tts": 200.0,
     "send": 20.0,
 }
 

@@ -89,15 +89,15 @@ def test_what_is_left_and_who_overspent() -> None:
     assert budget.deadline_ns == at(1000)
     assert budget.remaining_ms(at(400)) == 600
     assert budget.remaining_ms(at(1500)) == -500
-    # 620 + 80 + 20 + 80 = 800 ms may have passed when the first token is there.
-    assert budget.overspent_ms("prefill", at(800)) == 0
-    assert budget.overspent_ms("prefill", at(1100)) == 300
+    # The first clause, its sound and the sending have 280 ms: 720 are for what comes before.
+    assert budget.overspent_ms("prefill", at(720)) == 0
+    assert budget.overspent_ms("prefill", at(1020)) == 300
     assert budget.worst_stage(at(1100)) == "asr"
 
 
 def test_a_smaller_whole_leaves_less_to_the_first_stages() -> None:
-    assert budget_of(speech_end=0, total_ms=500).overspent_ms("prefill", at(400)) == 100
-    assert budget_of(speech_end=0, total_ms=2000).overspent_ms("prefill", at(1700)) == 0
+    assert budget_of(speech_end=0, total_ms=500).overspent_ms("prefill", at(320)) == 100
+    assert budget_of(speech_end=0, total_ms=2000).overspent_ms("prefill", at(1720)) == 0
 
 
 @pytest.mark.parametrize("budget", [budget_of(), budget_of(spoken=False, speech_end=0)])

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 
@@ -43,6 +49,8 @@ class Metrics:
     """The metrics of one server. ``observe`` takes finished turns, from any one thread."""
 
     def __init__(self) -> None:
+        # Else every series has a second one, with the instant of its creation.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._turns = self._counter("turns", "Turns by how they ended.", "outcome", "origin")

@@ -104,8 +104,8 @@ class BudgetAction:
     """Something that was done because a turn was late.
 
     ``stage`` is the one furthest over its target, ``at_ms`` when, ``overspent_ms`` by how much the
-    turn was late. ``saved_ms``: how much earlier the caller heard something; None: not known, the
-    turn ended before.
+    turn was late. ``saved_ms``: how much earlier the first clause was complete, or the first sound
+    was heard; None: not known, the turn ended before.
     """
 
     policy: str
