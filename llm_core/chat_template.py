@@ -13,6 +13,7 @@ often it may loop and call and on how much it may write.
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,20 @@ from itertools import islice
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llm_core.errors import InvalidRequestError, ModelLoadError
-from llm_core.messages import ChatMessage
+from llm_core.messages import ChatMessage, ToolFormat
+from llm_core.tool_prompt import (
+    Row,
+    as_rows,
+    check_tools,
+    format_of,
+    in_words,
+    uses_tools,
+)
 
 _MAX_WORK = 100_000  # loop rounds and calls of one rendering
 _MAX_CHARS = 16 * 1024 * 1024  # of any text that a template builds
@@ -41,7 +50,10 @@ class PromptPiece:
 
 
 class ChatTemplate:
-    """One model's template. Not thread-safe."""
+    """One model's template. Not thread-safe.
+
+    ``tool_format``: how the model writes calls of tools when it is offered some.
+    """
 
     def __init__(
         self,
@@ -64,6 +76,9 @@ class ChatTemplate:
             ) from error
         except RecursionError as error:
             raise ModelLoadError("the chat template is nested too deeply") from error
+        own_format = format_of(source, self._environment.uses(source, "tools"))
+        self.tool_format: ToolFormat = own_format or "hermes"
+        self._has_own_format = own_format is not None
         self._probe()
 
     def render(self, messages: Sequence[ChatMessage]) -> list[PromptPiece]:
@@ -73,12 +88,21 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequestError("messages: at least one message is needed")
-        contents = [message.content for message in messages]
-        mark = self._unused_character(contents)
-        marked = [self._mark(content, mark) for content in contents]
-        text = self._run(messages, marked)
-        if marked != contents:
-            text = self._checked(text, self._run(messages, contents), mark)
+        check_tools(messages)
+        if uses_tools(messages) and not self._has_own_format:
+            messages = in_words(messages)
+        texts: list[str] = []
+
+        def collect(text: str) -> str:
+            texts.append(text)
+            return text
+
+        plain = as_rows(messages, collect)
+        mark = self._unused_character(texts)
+        marked = as_rows(messages, lambda text: self._mark(text, mark))
+        text = self._run(*marked)
+        if marked != plain:
+            text = self._checked(text, self._run(*plain), mark)
         parts = self._pattern.split(text)
         # split() with one group: plain and control parts take turns.
         return [
@@ -120,16 +144,15 @@ class ChatTemplate:
             content = content[:start] + mark + content[start:]
         return content
 
-    def _unused_character(self, contents: Sequence[str]) -> str:
-        present = set().union(*contents)
+    def _unused_character(self, texts: Iterable[str]) -> str:
+        present = set[str]().union(*texts)
         return next(chr(point) for point in _PRIVATE_USE if chr(point) not in present)
 
-    def _run(self, messages: Sequence[ChatMessage], contents: Sequence[str]) -> str:
-        rows = [{"role": m.role, "content": c} for m, c in zip(messages, contents, strict=True)]
+    def _run(self, rows: list[Row], tools: list[Row] | None) -> str:
         self._environment.refill()
         try:
             text = self._template.render(
-                messages=rows, add_generation_prompt=True, **self._variables
+                messages=rows, tools=tools, add_generation_prompt=True, **self._variables
             )
             self._environment.check_size(len(text))
         except Exception as error:  # a foreign program: it can raise anything
@@ -141,7 +164,7 @@ class ChatTemplate:
     def _probe(self) -> None:
         """One harmless message: a template that breaks out or never ends is found when it loads."""
         try:
-            self._run([ChatMessage(role="user", content="Hello")], ["Hello"])
+            self._run([{"role": "user", "content": "Hello"}], None)
         except InvalidRequestError as error:
             if isinstance(error.__cause__, SecurityError | RecursionError):
                 raise ModelLoadError(f"the chat template is unsafe: {error.__cause__}") from error
@@ -160,6 +183,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._work_left = _MAX_WORK
         self.filters["_bounded"] = self._bounded
         self.filters["_concat"] = self._concat
+        self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
@@ -174,6 +198,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         code = self.compile(tree)
         return self.template_class.from_code(self, code, self.make_globals(None))
+
+    def uses(self, source: str, variable: str) -> bool:
+        """Whether a template looks at a variable that it is given."""
+        return variable in meta.find_undeclared_variables(self.parse(source))
 
     def refill(self) -> None:
         self._work_left = _MAX_WORK
@@ -214,6 +242,12 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         texts = [str(part) for part in parts]
         self.check_size(sum(map(len, texts)))
         return "".join(texts)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """As Hugging Face renders it: jinja2's own writes < and > as escapes, for web pages."""
+    known = {k: v for k, v in options.items() if k in ("ensure_ascii", "separators", "sort_keys")}
+    return json.dumps(value, indent=indent, **{"ensure_ascii": False, **known})
 
 
 def _raise_exception(message: str) -> None:

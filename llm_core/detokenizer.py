@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 
 class Detokenizer:
-    """The text of one generation. The result does not depend on how the bytes were cut."""
+    """The text of one generation. The result does not depend on how the bytes were cut.
+
+    ``decoded_len`` counts the characters known so far, ``given_len`` those given out.
+    """
 
     def __init__(self, token_bytes: Sequence[bytes], stop: Sequence[str] = ()) -> None:
         """``token_bytes[id]``: what each token adds to the text. ``stop``: non-empty strings."""
@@ -24,16 +27,20 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped = False
+        self.decoded_len = 0
+        self.given_len = 0
 
-    def feed(self, token_id: int) -> str:
+    def feed(self, token_id: int, *, may_stop: bool = True) -> str:
         """The text that is certain after this token. Sets ``stopped`` at a stop string; its text
-        and all that follows is dropped."""
+        and all that follows is dropped. With ``may_stop`` False stop strings are text like any."""
         if self.stopped:
             return ""
         text = self._decoder.decode(self._token_bytes[token_id])
-        if not self._stop:
-            return text
-        return self._cut(self._held + text)
+        self.decoded_len += len(text)
+        if self._stop and may_stop:
+            text = self._cut(self._held + text)
+        self.given_len += len(text)
+        return text
 
     def flush(self) -> str:
         """The text held back, when the generation ends without a stop string.
@@ -42,7 +49,9 @@ class Detokenizer:
         """
         held, self._held = self._held, ""
         self._decoder.reset()
-        return "" if self.stopped else held
+        text = "" if self.stopped else held
+        self.given_len += len(text)
+        return text
 
     def _cut(self, text: str) -> str:
         # The stop string that is complete first wins; of two that end together, the longer.

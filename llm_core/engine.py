@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.chat_template import ChatTemplate
-from llm_core.detokenizer import Detokenizer
 from llm_core.errors import InvalidRequestError, LlmError, ModelLoadError, PromptTooLongError
+from llm_core.generation import Generation
+from llm_core.guided import GuideCompiler
 from llm_core.loading.gguf import read_metadata
 from llm_core.messages import (
     ChatMessage,
     EngineConfig,
     EngineStats,
-    FinishReason,
-    FirstToken,
-    GenerationDone,
     GenerationEvent,
     ModelInfo,
     PrefillResult,
     SamplingParams,
-    TextDelta,
-    Usage,
 )
+from llm_core.params_check import validate_params
 from llm_core.runner import ModelRunner
-from llm_core.sampler import SamplerState, sample_row, validate_params
+from llm_core.sampler import FloatRow
 from llm_core.scheduler import Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.tokenizer import Tokenizer
@@ -46,23 +43,10 @@ Output = tuple[int, GenerationEvent | PrefillResult | LlmError]
 
 @dataclass(slots=True)
 class _Request:
-    """A request while it waits or runs. Text state is None for prefill-only requests."""
+    """A request while it waits or runs. ``generation`` is None for prefill-only requests."""
 
-    request_id: int
     sequence: TokenSequence
-    received_ns: int
-    params: SamplingParams | None = None
-    sampler: SamplerState | None = None
-    detokenizer: Detokenizer | None = None
-    scheduled_ns: int = field(default=0)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.sequence.prompt_len,
-            cached_tokens=self.sequence.cached_len,
-            completion_tokens=self.sequence.num_generated,
-        )
+    generation: Generation | None = None
 
 
 class Engine:
@@ -77,12 +61,13 @@ class Engine:
         max_waiting: int = 64,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.info = ModelInfo(**runner.info_fields)
+        self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(num_slots=runner.num_slots, max_waiting=max_waiting)
         self._runner = runner
         self._tokenizer = tokenizer
         self._template = template
         self._clock = clock
+        self._guides = GuideCompiler(tokenizer, template.tool_format)
         self._requests: dict[int, _Request] = {}
 
     @classmethod
@@ -102,7 +87,9 @@ class Engine:
                 f"the tokenizer knows {tokenizer.vocab_size} tokens, "
                 f"the model only {runner.config.vocab_size}"
             )
-        return cls(runner, tokenizer, template, max_waiting=config.max_waiting)
+        engine = cls(runner, tokenizer, template, max_waiting=config.max_waiting)
+        engine._guides.prepare()
+        return engine
 
     @property
     def has_work(self) -> bool:
@@ -120,22 +107,21 @@ class Engine:
 
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
-        validate_params(params)
+        validate_params(params, vocab_size=self._tokenizer.vocab_size)
         # Room for the reply, or for as much of it as is fair to ask of a short context.
         reply_len = min(params.max_tokens, self._runner.max_context // 4)
         prompt_ids = self._encode(messages, reply_len=reply_len)
         max_len = min(len(prompt_ids) + params.max_tokens, self._runner.max_context)
         sequence = TokenSequence(request_id, prompt_ids, max_len=max_len)
-        self._add(
-            _Request(
-                request_id,
-                sequence,
-                received_ns,
-                params,
-                SamplerState(params, prompt_ids, vocab_size=self._tokenizer.vocab_size),
-                Detokenizer(self._tokenizer.token_bytes, params.stop),
-            )
+        generation = Generation(
+            sequence,
+            params,
+            self._tokenizer,
+            received_ns=received_ns,
+            guide=None if params.guide is None else self._guides.start(params.guide),
+            clock=self._clock,
         )
+        self._add(_Request(sequence, generation))
 
     def submit_prefill(
         self, request_id: int, messages: Sequence[ChatMessage], *, received_ns: int
@@ -143,7 +129,7 @@ class Engine:
         """Queues the computing of a prompt's KV. Raises as ``submit``."""
         prompt_ids = self._encode(messages, reply_len=1)
         sequence = TokenSequence(request_id, prompt_ids, max_len=len(prompt_ids), generates=False)
-        self._add(_Request(request_id, sequence, received_ns))
+        self._add(_Request(sequence))
 
     def abort(self, request_id: int) -> None:
         """Ends a request wherever it is; its slot is free at once. Unknown ids are fine: the
@@ -191,14 +177,16 @@ class Engine:
         return prompt_ids
 
     def _add(self, request: _Request) -> None:
-        assert request.request_id not in self._requests, "a request id is used once"
+        request_id = request.sequence.seq_id
+        assert request_id not in self._requests, "a request id is used once"
         self.scheduler.add(request.sequence)
-        self._requests[request.request_id] = request
+        self._requests[request_id] = request
 
     def _stamp_scheduled(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
-            if chunk.sequence.num_steps == 0:
-                self._requests[chunk.sequence.seq_id].scheduled_ns = self._clock()
+            generation = self._requests[chunk.sequence.seq_id].generation
+            if chunk.sequence.num_steps == 0 and generation is not None:
+                generation.scheduled_ns = self._clock()
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
         for copy in plan.copies:
@@ -209,70 +197,33 @@ class Engine:
         # A model's vocabulary may be padded beyond the tokenizer's; those are no tokens.
         rows = iter(logits.numpy()[:, : self._tokenizer.vocab_size])
         for chunk in plan.chunks:
-            request = self._requests[chunk.sequence.seq_id]
+            sequence = chunk.sequence
             if chunk.wants_logits:
-                for event in self._advance(request, next(rows)):
-                    yield request.request_id, event
-            elif chunk.sequence.remaining_len == 0:
-                self._end(request)
+                for event in self._advance(self._requests[sequence.seq_id], next(rows)):
+                    yield sequence.seq_id, event
+            elif sequence.remaining_len == 0:
+                self._end(sequence)
                 yield (
-                    request.request_id,
+                    sequence.seq_id,
                     PrefillResult(
-                        prompt_tokens=chunk.sequence.prompt_len,
-                        cached_tokens=chunk.sequence.cached_len,
+                        prompt_tokens=sequence.prompt_len, cached_tokens=sequence.cached_len
                     ),
                 )
 
-    def _advance(self, request: _Request, row: Any) -> Iterator[GenerationEvent | LlmError]:
-        """Chooses the next token from logits float32 [vocab] and says what follows from it."""
-        sequence, params = request.sequence, request.params
-        sampler, detokenizer = request.sampler, request.detokenizer
-        assert params and sampler and detokenizer, "only generations ask for logits"
+    def _advance(self, request: _Request, row: FloatRow) -> Sequence[GenerationEvent | LlmError]:
+        assert request.generation is not None, "only generations ask for logits"
         try:
-            token_id = sample_row(row, sampler, len(sequence.token_ids))
+            events = request.generation.advance(row)
         except LlmError as error:
-            self._end(request)
-            yield error
-            return
-        sequence.append(token_id)
-        sampler.observe(token_id)
-        if sequence.num_generated == 1:
-            yield self._first_token(request)
-        is_eos = token_id in self._tokenizer.eos_ids and not params.ignore_eos
-        text = "" if is_eos else detokenizer.feed(token_id)
-        reason: FinishReason | None = None
-        if is_eos or detokenizer.stopped:
-            reason = "stop"
-        elif len(sequence.token_ids) == sequence.max_len:
-            reason = "length"
-        if reason is not None:
-            text += detokenizer.flush()
-        if text:
-            yield TextDelta(text=text, num_tokens=sequence.num_generated)
-        if reason is not None:
-            self._end(request)
-            yield self._done(request, reason)
+            self._end(request.sequence)
+            return [error]
+        if request.generation.is_finished:
+            self._end(request.sequence)
+        return events
 
-    def _first_token(self, request: _Request) -> FirstToken:
-        return FirstToken(
-            received_ns=request.received_ns,
-            scheduled_ns=request.scheduled_ns,
-            first_token_ns=self._clock(),
-            prompt_tokens=request.sequence.prompt_len,
-            cached_tokens=request.sequence.cached_len,
-        )
-
-    def _done(self, request: _Request, reason: FinishReason) -> GenerationDone:
-        return GenerationDone(
-            finish_reason=reason,
-            usage=request.usage,
-            num_steps=request.sequence.num_steps,
-            finished_ns=self._clock(),
-        )
-
-    def _end(self, request: _Request) -> None:
-        del self._requests[request.request_id]
-        self.scheduler.remove(request.sequence)
+    def _end(self, sequence: TokenSequence) -> None:
+        del self._requests[sequence.seq_id]
+        self.scheduler.remove(sequence)
 
 
 def load_template(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:

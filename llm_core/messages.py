@@ -12,12 +12,81 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# How a model writes its calls of tools: see tool_calls.py.
+ToolFormat = Literal["hermes", "llama3"]
+
+
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call. ``parameters`` is a JSON Schema, as JSON text;
+    ``strict`` as in ``JsonGuide``."""
+
+    name: str
+    description: str = ""
+    parameters: str = '{"type": "object", "properties": {}}'
+    strict: bool = False
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the model made. ``arguments`` is JSON text, of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message of a conversation, before the chat template is applied."""
+    """One message of a conversation, before the chat template is applied.
 
-    role: Literal["system", "user", "assistant"]
+    ``tool_calls`` are the assistant's; ``call_id`` is that of the call which a ``tool`` message
+    answers. ``tools`` offers functions to the model; it stands on the first message (an empty
+    system message will do), so that the messages alone say what the prompt is.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    tools: tuple[ToolSpec, ...] = ()
+
+
+class JsonGuide(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
+    """The reply is one JSON value of this schema (JSON text); "" asks for any JSON object.
+
+    ``strict``: a schema with keywords that cannot be enforced is refused; otherwise they are
+    ignored.
+    """
+
+    schema: str = ""
+    strict: bool = True
+
+
+class RegexGuide(msgspec.Struct, frozen=True, kw_only=True, tag="regex"):
+    """All of the reply matches ``pattern`` (the syntax of Rust's regex crate; no look-around)."""
+
+    pattern: str
+
+
+class ChoiceGuide(msgspec.Struct, frozen=True, kw_only=True, tag="choice"):
+    """The reply is one of ``options``."""
+
+    options: tuple[str, ...]
+
+
+class ToolGuide(msgspec.Struct, frozen=True, kw_only=True, tag="tools"):
+    """Calls in the reply are well-formed: known names, arguments of the tool's own schema.
+
+    ``required``: the reply is a call (with ``parallel``: one or more) and nothing else. Otherwise
+    the model is free to write text, until it begins a call; with ``text``, a reply without calls
+    is JSON of that guide.
+    """
+
+    tools: tuple[ToolSpec, ...]
+    required: bool = False
+    parallel: bool = True
+    text: JsonGuide | None = None
+
+
+Guide = JsonGuide | RegexGuide | ChoiceGuide | ToolGuide
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +94,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``top_k`` 0 means off. ``seed`` None draws a fresh one.
     Penalties follow OpenAI (frequency, presence: subtracted) and CTRL (repetition: divided).
+    ``logit_bias`` is added to the logits of the token ids named. Before ``min_tokens`` tokens the
+    reply ends neither by itself nor at a stop string. ``logprobs`` None is off; a number asks for
+    log-probabilities, and for as many alternatives a token. ``guide`` restricts what may be said.
     """
 
     max_tokens: int = 256
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -36,8 +109,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    guide: Guide | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +134,35 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag="first_token"):
     cached_tokens: int
 
 
+class Alternative(msgspec.Struct, frozen=True):
+    """A token's bytes and the natural logarithm of its probability."""
+
+    token: bytes
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token of the reply, and the likeliest at its place (the best first).
+
+    Of the model's own distribution: before temperature, penalties, biases and guides.
+    """
+
+    token: bytes
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     """More text. Never half a character, never the beginning of a stop string.
 
-    ``num_tokens`` is the number of tokens generated so far.
+    ``num_tokens`` is the number of tokens generated so far. ``logprobs``, when asked for, are of
+    the tokens whose text begins in this delta: over a whole reply, of every token that has a part
+    in its text, and of no other.
     """
 
     text: str
     num_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
@@ -89,6 +186,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     weight_format: str
     num_threads: int
+    tool_format: ToolFormat = "hermes"
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

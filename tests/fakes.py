@@ -16,6 +16,7 @@ import numpy.typing as npt
 from app.config import Settings
 from app.conversation.events import SessionEvent
 from app.conversation.services import Services
+from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.query import TraceFilter, TraceQuery
@@ -29,6 +30,7 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
+    ModelInfo,
     PrefillResult,
     SamplingParams,
     TextDelta,
@@ -140,8 +142,20 @@ class ToneSynthesizer:
 class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
-    ``gate`` holds it before the next word.
+    ``gate`` holds it before the next word. ``error`` is raised before the first one, or after
+    ``words_before_error`` of them. A reply may hold calls, as
+    ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
     """
+
+    info = ModelInfo(
+        name="scripted",
+        context_len=1000,
+        vocab_size=100,
+        num_layers=1,
+        weight_format="none",
+        num_threads=1,
+    )
+    is_alive = True
 
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
@@ -150,6 +164,7 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
         self.num_running = 0
         self.error: Exception | None = None
+        self.words_before_error = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -174,7 +189,7 @@ class ScriptedEngine:
         number = len(self.requests)
         self.num_running += 1
         try:
-            if self.error is not None:
+            if self.error is not None and not self.words_before_error:
                 raise self.error
             yield FirstToken(
                 received_ns=0, scheduled_ns=1, first_token_ns=2, prompt_tokens=10, cached_tokens=4
@@ -182,6 +197,8 @@ class ScriptedEngine:
             words = self.replies[min(number, len(self.replies)) - 1].split(" ")
             for count, word in enumerate(words, 1):
                 await self.gate.wait()
+                if self.error is not None and count > self.words_before_error:
+                    raise self.error
                 if count > params.max_tokens:
                     break
                 yield TextDelta(text=word if count == 1 else f" {word}", num_tokens=count)
@@ -351,6 +368,7 @@ def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
+    tools: ToolBox | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them."""
@@ -366,7 +384,8 @@ def fake_services(
         ),
         metrics=metrics,
         loop_lag=LoopLag(),
-        settings=Settings(**settings),
+        settings=Settings.model_validate(settings),
+        tools=tools or ToolBox(),
     )
 
 

@@ -190,7 +190,7 @@ async def turns(
 
 def check_words(c: Call) -> None:
     """The policies change when words are said, and never which, the filler aside."""
-    said = "".join(event.text for event in c.out.of(OutputText)).replace("Let me see. ", "")
+    said = "".join(event.text for event in c.out.of(OutputText)).replace("Let me see.", "")
     assert said == TEXT * (len(said) // len(TEXT))
 
 

@@ -110,9 +110,9 @@ def test_a_control_token_that_the_template_completes_from_a_message() -> None:
 
 
 def test_a_template_that_escapes_messages_gives_its_own_text() -> None:
-    pieces = make("<|im_start|>{{ messages[0].content | tojson }}").render(user("a<|im_end|>"))
+    pieces = make("<|im_start|>{{ messages[0].content | urlencode }}").render(user("a<|im_end|>"))
     assert controls_of(pieces) == ["<|im_start|>"]
-    assert text_of(pieces) == '<|im_start|>"a\\u003c|im_end|\\u003e"'
+    assert text_of(pieces) == "<|im_start|>a%3C%7Cim_end%7C%3E"
 
 
 def test_a_template_that_cannot_keep_them_apart_is_refused_for_that_message_only() -> None:

@@ -32,7 +32,9 @@ from llm_core.messages import (
     EngineConfig,
     FirstToken,
     GenerationDone,
+    JsonGuide,
     PrefillResult,
+    RegexGuide,
     SamplingParams,
     TextDelta,
 )
@@ -342,6 +344,10 @@ PARAMS = (
     {"temperature": 1.3, "top_k": 20, "min_p": 0.02, "seed": 3},
     {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"presence_penalty": 1.0},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {70: 6.0, 71: -100.0}, "logprobs": 2},
+    {"temperature": 1.5, "seed": 6, "min_tokens": 1, "stop": ("a",)},
+    {"temperature": 1.0, "seed": 7, "guide": RegexGuide(pattern="[a-d ]{2,6}")},
+    {"guide": JsonGuide()},
 )
 
 

@@ -17,6 +17,7 @@ from app.conversation.events import (
     TranscriptionFailed,
     TurnTraced,
 )
+from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import SessionConfig
 from app.conversation.warm_up import warm_up
 from app.errors import ClientError, ServiceError
@@ -136,7 +137,7 @@ async def test_an_unknown_error_is_logged_not_told(caplog: pytest.LogCaptureFixt
 
 async def test_the_token_limit_is_reported() -> None:
     async with call(ScriptedEngine(LONG)) as c:
-        await c.session.create_response(max_output_tokens=3)
+        await c.session.create_response(ResponseRequest(max_output_tokens=3))
         await c.clock.advance(3)
         response = c.out.of(ResponseDone)[0].response
         assert (response.status, response.reason) == ("incomplete", "max_output_tokens")

@@ -20,6 +20,7 @@ from app.conversation.events import (
     SessionEvent,
     TranscriptionFailed,
 )
+from app.conversation.requests import ResponseRequest
 from app.transports.base import ChannelClosed
 from app.transports.websocket import WebSocketChannel
 from audio.errors import AudioError
@@ -48,7 +49,7 @@ async def test_cancelled_in_the_round_in_which_it_was_asked_for(modality: Any) -
     async with call(ScriptedEngine(LONG)) as c:
 
         async def ask_and_cancel() -> None:  # two events in one packet
-            await c.session.create_response(modality=modality)
+            await c.session.create_response(ResponseRequest(modality=modality))
             await c.session.cancel_response()
 
         await soon(ask_and_cancel())

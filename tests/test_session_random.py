@@ -28,6 +28,7 @@ from app.conversation.events import (
     SessionEvent,
     TurnTraced,
 )
+from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat, encode
@@ -317,9 +318,11 @@ class Driver:
     async def respond(self) -> None:
         await self.within_bounds(
             self.c.session.create_response(
-                modality=self.rng.choice((None, None, "text", "audio")),
-                instructions=self.rng.choice((None, "Be kind.", "")),
-                max_output_tokens=self.rng.choice((None, None, 3)),
+                ResponseRequest(
+                    modality=self.rng.choice((None, None, "text", "audio")),
+                    instructions=self.rng.choice((None, "Be kind.", "")),
+                    max_output_tokens=self.rng.choice((None, None, 3)),
+                )
             )
         )
 

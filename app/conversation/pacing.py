@@ -45,6 +45,10 @@ class PlayoutClock:
         unplayed = -(-max(0, self._ends_ns - now_ns) * self.rate // _NS)
         return max(0, self.sent_samples - unplayed)
 
+    def remaining_s(self, now_ns: int) -> float:
+        """Seconds until the player has played all that it has."""
+        return 0.0 if self._ends_ns is None else max(0, self._ends_ns - now_ns) / _NS
+
     def is_playing(self, now_ns: int) -> bool:
         """The player still has audio to play."""
         return self._ends_ns is not None and now_ns < self._ends_ns

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.config import Settings
 from app.conversation.filler import Filler
+from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.writer import TraceWriter
@@ -21,6 +22,7 @@ class Services:
     """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
 
     ``filler``: what the budget's policy of that name says; None when it is off.
+    ``tools``: Python functions that the model may call.
     """
 
     engine: EngineClient
@@ -33,3 +35,4 @@ class Services:
     loop_lag: LoopLag
     settings: Settings
     filler: Filler | None = None
+    tools: ToolBox = field(default_factory=ToolBox)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from app.clock import Clock, MonotonicClock
 from app.conversation.ahead import Ahead
@@ -45,7 +44,6 @@ from app.conversation.events import (
     ItemDone,
     ItemTruncated,
     Part,
-    Response,
     ResponseDone,
     Sink,
     SpeechStarted,
@@ -58,6 +56,7 @@ from app.conversation.events import (
 from app.conversation.history import History
 from app.conversation.ids import new_id
 from app.conversation.listener import RATE, Listener
+from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled, Transcriber
@@ -76,16 +75,6 @@ _MIN_COMMIT_SAMPLES = RATE // 10
 _MAX_BUFFER_S = 300.0
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What the client wants of the next response; None leaves it to the session."""
-
-    modality: Literal["audio", "text"] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
 
 
 class Session:
@@ -204,6 +193,17 @@ class Session:
         await self._sink(ItemAdded(item, previous))
         await self._sink(ItemDone(item, previous))
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody speaks, nothing is being answered, and what was said has been heard."""
+        is_heard = self._last_turn is None or not self._last_turn.is_playing
+        return self._dialog.caller is Caller.SILENT and not self._dialog.has_response and is_heard
+
+    @property
+    def history(self) -> History:
+        """The conversation so far."""
+        return self._history
+
     def get_item(self, item_id: str) -> Item:
         """Raises ClientError when there is no such item."""
         return self._history.get(item_id)
@@ -220,13 +220,7 @@ class Session:
 
     # --- responses ---
 
-    async def create_response(
-        self,
-        modality: Literal["audio", "text"] | None = None,
-        instructions: str | None = None,
-        max_output_tokens: int | None = None,
-        metadata: dict[str, str] | None = None,
-    ) -> None:
+    async def create_response(self, request: ResponseRequest | None = None) -> None:
         """Answer what was said so far. Raises ClientError while a response is active."""
         if self._dialog.has_response or self._turn is not None:
             raise ClientError(
@@ -237,8 +231,7 @@ class Session:
         # A turn whose words were known before the client asked has waited for the client, not for
         # us: the time since then is nobody's latency.
         self._heard = None
-        request = _Request(modality, instructions, max_output_tokens, metadata)
-        await self._feed(ResponseRequested(request))
+        await self._feed(ResponseRequested(request or ResponseRequest()))
 
     async def cancel_response(self, response_id: str | None = None) -> None:
         """Stop the active response. Raises ClientError when there is none, or another one."""
@@ -279,8 +272,8 @@ class Session:
             case CommitTurn():
                 await self._commit(action.heard_end)
             case StartResponse():
-                assert action.request is None or isinstance(action.request, _Request)
-                await self._start_response(action.request or _Request())
+                assert action.request is None or isinstance(action.request, ResponseRequest)
+                await self._start_response(action.request or ResponseRequest())
 
     async def _announce(self, start_sample: int) -> None:
         await self._ahead.discard()
@@ -288,7 +281,7 @@ class Session:
         start_ms = self._start_sample * 1000 // RATE
         await self._sink(SpeechStarted(self._item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._ahead.do(self._warm(self._history.messages(self.config.instructions)))
+        self._ahead.do(self._warm(self._prompt()))
 
     async def _stop_response(self, reason: str) -> None:
         turn, self._turn = self._turn, None
@@ -317,6 +310,8 @@ class Session:
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         item = Item(item_id, "user", [part])
         previous = self._history.append_own(item)
+        for evicted in self._history.take_evicted():
+            await self._sink(ItemDeleted(evicted))
         if heard_end:
             end_ms = heard_end.last_voiced_sample * 1000 // RATE
             await self._sink(SpeechStopped(item_id, end_ms))
@@ -366,15 +361,16 @@ class Session:
             await self._sink(TranscriptionDelta(item_id, text))
         await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
 
-    async def _start_response(self, request: _Request) -> None:
+    async def _start_response(self, request: ResponseRequest) -> None:
         if self._turn is not None or self._dialog.bot is not Bot.THINKING:
             return  # the floor was lost while this was on its way
         heard, self._heard = self._heard, None
-        messages = self._history.messages(self.config.instructions)
-        turn = await self._ahead.take(self.config, messages) if request == _Request() else None
-        if turn is None:
+        turn = None
+        if request == ResponseRequest():
+            turn = await self._ahead.take(self.config, self._prompt())
+        else:
             await self._ahead.discard()
-            turn = self._make_turn(request, messages)
+        turn = turn or self._make_turn(request)
         if heard is not None:
             turn.trace.join(heard)
         else:
@@ -385,17 +381,13 @@ class Session:
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
 
-    def _make_turn(self, request: _Request, messages: list[ChatMessage]) -> Turn:
-        config = self.config
-        if request.instructions is not None:
-            config = replace(config, instructions=request.instructions)
-            messages = self._history.messages(config.instructions)
-        response = Response(
-            new_id("resp"),
-            request.modality or config.modality,
-            max_output_tokens=request.max_output_tokens or config.max_output_tokens,
-            metadata=request.metadata,
-        )
+    def _make_turn(
+        self, request: ResponseRequest, messages: list[ChatMessage] | None = None
+    ) -> Turn:
+        config = request.applied_to(self.config)
+        if messages is None:
+            messages = request.messages(self._history, config, self._services.tools)
+        response = request.response(config)
         trace = TurnTrace(new_id("turn"), self.id, response.id)
         return Turn(
             self._services,
@@ -448,13 +440,13 @@ class Session:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         settled = await asyncio.shield(early)
         words = settled.transcript.text
-        said = [*self._history.messages(self.config.instructions), ChatMessage("user", words)]
+        said = [*self._prompt(), ChatMessage("user", words)]
         async with self._floor:
             # The caller may have gone on, or finished, while the words were made.
             if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
                 return
             if self._services.settings.eager_reply and self._dialog.will_answer:
-                await self._ahead.hold(self._make_turn(_Request(), said))
+                await self._ahead.hold(self._make_turn(ResponseRequest(), said))
                 return
         await self._warm(said)
 
@@ -466,6 +458,10 @@ class Session:
             log.info("prefill in advance failed: %s", error)
 
     # --- helpers ---
+
+    def _prompt(self) -> list[ChatMessage]:
+        """What the model reads if nothing else is asked of it."""
+        return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:
         detection = config.turn_detection

@@ -1,0 +1,152 @@
+"""What one generation makes of its rows of logits: the next token, its text, and the end.
+
+The engine computes rows and hands them in; nothing here knows of batches, KV or other requests.
+``advance`` is the usual way; ``choose`` and ``accept`` are its halves, for who wants to look at a
+token before it is final.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from llm_core.detokenizer import Detokenizer
+from llm_core.guided import GuideState
+from llm_core.logprobs import LogprobTrack
+from llm_core.messages import (
+    FinishReason,
+    FirstToken,
+    GenerationDone,
+    GenerationEvent,
+    SamplingParams,
+    TextDelta,
+    Usage,
+)
+from llm_core.sampler import FloatRow, SamplerState, sample_row
+from llm_core.sequence import TokenSequence
+from llm_core.tokenizer import Tokenizer
+
+
+class Generation:
+    """The reply of one request while it grows. Appends to ``sequence``, and ends it.
+
+    ``scheduled_ns`` is set by the engine when the first rows of the request are computed;
+    ``is_finished`` is True once ``GenerationDone`` was given out.
+    """
+
+    def __init__(
+        self,
+        sequence: TokenSequence,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        received_ns: int,
+        guide: GuideState | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``sequence`` holds the prompt; ``params`` are validated, and ``guide`` is theirs."""
+        self.scheduled_ns = 0
+        self.is_finished = False
+        self._sequence = sequence
+        self._params = params
+        self._received_ns = received_ns
+        self._clock = clock
+        self._eos_ids = frozenset[int]() if params.ignore_eos else tokenizer.eos_ids
+        self._sampler = SamplerState(params, sequence.token_ids, vocab_size=tokenizer.vocab_size)
+        self._detokenizer = Detokenizer(tokenizer.token_bytes, params.stop)
+        self._guide = guide
+        self._logprobs: LogprobTrack | None = None
+        if params.logprobs is not None:
+            self._logprobs = LogprobTrack(tokenizer.token_bytes, params.logprobs)
+
+    def advance(self, row: FloatRow) -> list[GenerationEvent]:
+        """Chooses the next token from logits float32 [vocab] and says what follows from it.
+
+        Raises LlmError when the model produced no usable logits, or the guide has outgrown its
+        limits; the request is then over.
+        """
+        return self.accept(self.choose(row), row)
+
+    def choose(self, row: FloatRow) -> int:
+        """The next token; changes nothing. Raises LlmError as ``advance``."""
+        return sample_row(
+            row,
+            self._sampler,
+            len(self._sequence.token_ids),
+            banned=() if self._may_end else self._eos_ids,
+            allowed=None if self._guide is None else self._guide.allowed(),
+        )
+
+    def accept(self, token_id: int, row: FloatRow) -> list[GenerationEvent]:
+        """Appends the token that ``choose`` gave for ``row``. Returns what is now certain, with
+        GenerationDone at the end. Raises LlmError as ``advance``."""
+        sequence = self._sequence
+        is_eos = token_id in self._eos_ids
+        text = "" if is_eos else self._take(token_id, row)
+        sequence.append(token_id)
+        self._sampler.observe(token_id)
+        events: list[GenerationEvent] = []
+        if sequence.num_generated == 1:
+            events.append(self._first_token())
+        reason = self._finish_reason(is_eos)
+        if reason is not None:
+            text += self._detokenizer.flush()
+        if text:
+            events.append(self._delta(text))
+        if reason is not None:
+            self.is_finished = True
+            events.append(self._done(reason))
+        return events
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the next token may end the reply. A guide that allows nothing else decides."""
+        is_long_enough = self._sequence.num_generated >= self._params.min_tokens
+        return is_long_enough or self._guide is not None
+
+    def _take(self, token_id: int, row: FloatRow) -> str:
+        if self._guide is not None:
+            self._guide.accept(token_id)
+        if self._logprobs is not None:
+            self._logprobs.add(row, token_id, self._detokenizer.decoded_len)
+        may_stop = self._sequence.num_generated >= self._params.min_tokens
+        return self._detokenizer.feed(token_id, may_stop=may_stop)
+
+    def _finish_reason(self, is_eos: bool) -> FinishReason | None:
+        if is_eos or self._detokenizer.stopped:
+            return "stop"
+        if self._guide is not None and self._guide.is_complete:
+            return "stop"
+        if len(self._sequence.token_ids) == self._sequence.max_len:
+            return "length"
+        return None
+
+    def _delta(self, text: str) -> TextDelta:
+        track = self._logprobs
+        return TextDelta(
+            text=text,
+            num_tokens=self._sequence.num_generated,
+            logprobs=() if track is None else track.take(self._detokenizer.given_len),
+        )
+
+    def _first_token(self) -> FirstToken:
+        return FirstToken(
+            received_ns=self._received_ns,
+            scheduled_ns=self.scheduled_ns,
+            first_token_ns=self._clock(),
+            prompt_tokens=self._sequence.prompt_len,
+            cached_tokens=self._sequence.cached_len,
+        )
+
+    def _done(self, reason: FinishReason) -> GenerationDone:
+        sequence = self._sequence
+        return GenerationDone(
+            finish_reason=reason,
+            usage=Usage(
+                prompt_tokens=sequence.prompt_len,
+                cached_tokens=sequence.cached_len,
+                completion_tokens=sequence.num_generated,
+            ),
+            num_steps=sequence.num_steps,
+            finished_ns=self._clock(),
+        )
