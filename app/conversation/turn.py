@@ -388,6 +388,8 @@ class Turn:
             self.response.reason = "max_output_tokens"
 
     def _note_audible(self, chunk: Samples, sounds_ns: int) -> None:
+        if self.trace.audio is not None:
+            self.trace.audio.add_reply(chunk, self.config.output_format.rate, sounds_ns)
         if "first_audio_sent" in self.trace.instants:
             return
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
