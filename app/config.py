@@ -197,6 +197,11 @@ class Settings(BaseSettings):
     trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
     trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
     trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
+    record: bool = Field(
+        default=False,
+        description="keep the sound of both sides in HOME/recordings; your callers must know",
+    )
+    record_max_mb: float = Field(default=1024.0, ge=1.0, description="the oldest go beyond")
     metrics: Annotated[Literal["key", "open", "off"], BeforeValidator(_lower)] = Field(
         default="key", description="/metrics: behind the API key, open to all, or not there"
     )

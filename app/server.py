@@ -33,6 +33,7 @@ from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.spans import otlp_spans
 from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.turn_audio import AudioFiles
 from app.observe.writer import TraceWriter, TurnSink
 from app.web import WEB_ROOT, create_app
 from audio.asr import Recognizer
@@ -170,7 +171,19 @@ def _open_traces(settings: Settings, metrics: Metrics, stack: AsyncExitStack) ->
     else:
         store = TraceStore.in_memory(settings.trace_ring)
     stack.callback(store.close)
-    traces = TraceWriter(store, store_transcripts=settings.store_transcripts, sinks=sinks)
+    recordings = None
+    if settings.record:
+        recordings = AudioFiles(
+            settings.home / "recordings",
+            max_age_s=settings.trace_max_days * 86_400,
+            max_bytes=int(settings.record_max_mb * 1024 * 1024),
+        )
+    traces = TraceWriter(
+        store,
+        store_transcripts=settings.store_transcripts,
+        recordings=recordings,
+        sinks=sinks,
+    )
     traces.start()
     stack.push_async_callback(asyncio.to_thread, traces.close)
     return traces

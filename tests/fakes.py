@@ -22,6 +22,7 @@ from app.observe.metrics import Metrics
 from app.observe.query import TraceFilter, TraceQuery
 from app.observe.store import TraceStore, Turn
 from app.observe.trace import PATH_INSTANTS
+from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
 from llm_core import (
@@ -301,8 +302,10 @@ class Recorder:
 class InlineWriter(TraceWriter):
     """Writes at once, on the calling thread."""
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: Turn, audio: TurnAudio | None = None) -> None:
         self.write([turn])
+        if audio is not None and self.recordings is not None:
+            self.recordings.write(turn["turn_id"], audio.to_wav())
         self.store.prune()
 
 

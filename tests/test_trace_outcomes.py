@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.conversation.events import OutputAudio, ResponseStarted, SessionEvent
+from app.conversation.events import OutputAudio, OutputStarted, ResponseStarted, SessionEvent
 from app.observe.trace import FACTS, OUTCOMES, PATH_INSTANTS
 from llm_core import EngineDiedError
 from tests.fakes import ManualClock, PacedEngine, Recorder, recent, settle, silence, voice
@@ -153,7 +153,21 @@ async def test_200_turns_add_up_and_equal_the_silence_in_the_recording() -> None
 BASE = {"transcribe": 0.08, "_synthesize": 0.05}
 
 
-@pytest.mark.parametrize("stage", ["asr", "queue", "prefill", "decode", "tts"])
+class Network(Recorder):
+    """A sink whose first message of an answer is held up, as by a stalled network."""
+
+    def __init__(self, clock: ManualClock, stall_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._stall_s = stall_s
+
+    async def __call__(self, event: SessionEvent) -> None:
+        if isinstance(event, OutputStarted):
+            await self._clock.sleep(self._stall_s)
+        await super().__call__(event)
+
+
+@pytest.mark.parametrize("stage", ["asr", "queue", "prefill", "decode", "tts", "send"])
 async def test_a_slow_stage_shows_up_in_that_stage_and_nowhere_else(stage: str) -> None:
     async def stages_ms(fault_s: float) -> dict[str, float]:
         # Without eager work nothing overlaps, so that what one stage costs no other one hides.
@@ -164,6 +178,7 @@ async def test_a_slow_stage_shows_up_in_that_stage_and_nowhere_else(stage: str) 
             c.engine.token_s += fault_s / 3 * (stage == "decode")  # three words to the clause
             c.paced.delays_s["transcribe"] += fault_s * (stage == "asr")
             c.paced.delays_s["_synthesize"] += fault_s * (stage == "tts")
+            c.session._sink = Network(c.clock, fault_s * (stage == "send"))
             await c.ask()
             await c.clock.advance(20)
             (turn,) = records(c)

@@ -9,6 +9,7 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.errors import ClientError
@@ -129,6 +130,15 @@ def traces_router(traces: TraceWriter) -> APIRouter:
         if turn is None:
             raise _not_found(turn_id)
         return turn
+
+    @router.get("/{turn_id}/audio")
+    def get_audio(turn_id: str) -> FileResponse:
+        path = traces.recordings.path(turn_id) if traces.recordings is not None else None
+        if path is None:
+            raise TraceNotFoundError(
+                f"There is no recording of a turn {turn_id[:100]!r}.", param="turn_id"
+            )
+        return FileResponse(path, media_type="audio/wav", headers={"cache-control": "no-store"})
 
     @router.post("/{turn_id}/playout")
     async def report_playout(turn_id: str, request: Request) -> dict[str, Any]:

@@ -303,6 +303,8 @@ class Session:
         voiced_len = (end if last_voiced is None else last_voiced) - start
         trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
         trace.mark("endpoint", now_ns)
+        if self._services.settings.record:
+            trace.record(samples, voiced_len)
         listener.forget(end)
         self._item_id = new_id("item")
         self._num_commits += 1
@@ -337,15 +339,9 @@ class Session:
             self._services.traces.add(trace.to_dict())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))
         else:
-            part.text = trace.transcript = settled.transcript.text
+            part.text = settled.transcript.text
             trace.mark("asr_final", settled.at_ns)
-            words = settled.transcript
-            trace.facts |= {
-                "asr_ms": words.took_ms,
-                "asr_audio_s": words.audio_s,
-                "asr_avg_logprob": words.avg_logprob,
-                "asr_fallbacks": words.num_fallbacks,
-            }
+            trace.note_transcript(settled.transcript)
             if self.config.transcribe:
                 await self._tell_transcript(item.id, part)
         # Of turns in quick succession only the last one is answered (with all that was said).
@@ -375,6 +371,8 @@ class Session:
             turn.trace.join(heard)
         else:
             turn.trace.begin_typed(self._clock.now_ns())
+            if self._services.settings.record:
+                turn.trace.record()
         turn.trace.facts.update(self._ahead.take_wasted())
         turn.trace.facts["wasted_transcripts"] = self._transcriber.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
@@ -408,7 +406,7 @@ class Session:
         finally:
             # Also of a turn that the end of the call cuts short.
             traced = turn.trace.to_dict()
-            self._services.traces.add(traced)
+            self._services.traces.add(traced, turn.trace.audio)
         actions: list[Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.

@@ -423,6 +423,8 @@ class Turn:
         if not self._speaks:
             self.on_audio_started()
             return
+        if self.trace.audio is not None:
+            self.trace.audio.add_reply(chunk, self.config.output_format.rate, sounds_ns)
         if "first_audio_sent" in self.trace.instants:
             return
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)

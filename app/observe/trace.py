@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from app.observe.turn_audio import TurnAudio
+
+if TYPE_CHECKING:
+    from audio.asr import Transcript
+    from audio.frame import Samples
 
 Outcome = Literal[
     "answered", "silent", "interrupted", "cancelled", "failed", "timed_out", "incomplete"
@@ -141,6 +147,7 @@ class TurnTrace:
     budget_ms: float | None = None
     stage_budgets_ms: dict[str, float] = field(default_factory=dict)
     actions: list[BudgetAction] = field(default_factory=list)
+    audio: TurnAudio | None = None
 
     def mark(self, instant: str, at_ns: int) -> None:
         """Note an instant; the first time counts."""
@@ -152,6 +159,22 @@ class TurnTrace:
         """A turn that nobody spoke begins where its answer is asked for."""
         for instant in ("speech_end", "endpoint", "asr_final"):
             self.mark(instant, at_ns)
+
+    def record(self, caller: Samples | None = None, speech_end_sample: int = 0) -> None:
+        """Keep the turn's sound. ``caller``: float32 [n] at 16 kHz; none when it was typed."""
+        self.audio = TurnAudio(self.instants["speech_end"])
+        if caller is not None:
+            self.audio.caller, self.audio.speech_end_sample = caller, speech_end_sample
+
+    def note_transcript(self, words: Transcript) -> None:
+        """What the recogniser says of its work on the words that are used."""
+        self.transcript = words.text
+        self.facts |= {
+            "asr_ms": words.took_ms,
+            "asr_audio_s": words.audio_s,
+            "asr_avg_logprob": words.avg_logprob,
+            "asr_fallbacks": words.num_fallbacks,
+        }
 
     def note_first_token(
         self,
@@ -201,6 +224,8 @@ class TurnTrace:
         """
         self.outcome, self.reason = outcome, reason
         was_stopped = outcome in ("interrupted", "cancelled")
+        if was_stopped and self.audio is not None:
+            self.audio.stopped_ns = at_ns
         if was_stopped and self.instants.get("first_audio_sent", at_ns) > at_ns:
             del self.instants["first_audio_sent"]
         self.mark("ended", max([at_ns, *self.instants.values()]))
@@ -217,6 +242,7 @@ class TurnTrace:
         """Take over what is known of the caller's side of the turn."""
         self.spoken = heard.spoken
         self.transcript = heard.transcript
+        self.audio = heard.audio
         for instant, at_ns in heard.instants.items():
             self.mark(instant, at_ns)
         self.facts.update(heard.facts)
@@ -255,6 +281,7 @@ class TurnTrace:
             "stages_ms": {stage: us / 1000 for stage, us in parts.items()},
             "instants_ms": {name: since_us[name] / 1000 for name in INSTANTS if name in since_us},
             "facts": facts,
+            "is_recorded": self.audio is not None,
             "budget": self._budget(whole_us, parts) if self.spoken else None,
         }
 

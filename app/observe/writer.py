@@ -11,9 +11,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.observe.store import TraceStore, Turn
+from app.observe.turn_audio import AudioFiles, TurnAudio
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,11 @@ _PRUNE_EVERY_S = 60.0
 _COMPLAIN_EVERY_S = 60.0
 
 TurnSink = Callable[[Turn], None]
+
+
+class _Ended(NamedTuple):
+    turn: Turn
+    audio: TurnAudio | None
 
 
 class TraceWriter:
@@ -40,15 +46,17 @@ class TraceWriter:
         store: TraceStore,
         *,
         store_transcripts: bool = False,
+        recordings: AudioFiles | None = None,
         sinks: Sequence[TurnSink] = (),
         max_queued: int = MAX_QUEUED,
     ) -> None:
         self.store = store
         self.num_dropped = 0
         self.num_written = 0
+        self.recordings = recordings
         self._keeps_words = store_transcripts
         self._sinks = tuple(sinks)
-        self._queue: queue.Queue[Turn | None] = queue.Queue(max_queued)
+        self._queue: queue.Queue[_Ended | None] = queue.Queue(max_queued)
         self._thread: threading.Thread | None = None
         self._complained_s = float("-inf")
 
@@ -57,10 +65,10 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="trace writer", daemon=True)
         self._thread.start()
 
-    def add(self, turn: Turn) -> None:
-        """Keep a finished turn (``TurnTrace.to_dict``). Never waits."""
+    def add(self, turn: Turn, audio: TurnAudio | None = None) -> None:
+        """Keep a finished turn (``TurnTrace.to_dict``), and its sound. Never waits."""
         try:
-            self._queue.put_nowait(turn)
+            self._queue.put_nowait(_Ended(turn, audio))
         except queue.Full:
             self._lose(1, "the queue is full")
 
@@ -81,26 +89,36 @@ class TraceWriter:
         is_open = True
         while is_open:
             batch, is_open = self._next_batch()
-            self.write(batch)
+            self.write([ended.turn for ended in batch])
+            self._write_audio(batch)
             for _ in range(len(batch) + (not is_open)):
                 self._queue.task_done()
             if time.monotonic() - pruned_s > _PRUNE_EVERY_S:
                 pruned_s = time.monotonic()
                 self._prune()
 
-    def _next_batch(self) -> tuple[list[Turn], bool]:
+    def _write_audio(self, batch: list[_Ended]) -> None:
+        for ended in batch:
+            if ended.audio is None or self.recordings is None:
+                continue
+            try:
+                self.recordings.write(ended.turn["turn_id"], ended.audio.to_wav())
+            except OSError as error:
+                self._complain("a recording is lost: %s", error)
+
+    def _next_batch(self) -> tuple[list[_Ended], bool]:
         """What waits, at most ``_BATCH``; False with the last one."""
-        batch: list[Turn] = []
+        batch: list[_Ended] = []
         try:
-            turn = self._queue.get(timeout=_PRUNE_EVERY_S)
-            while turn is not None and len(batch) < _BATCH - 1:
-                batch.append(turn)
-                turn = self._queue.get_nowait()
+            ended = self._queue.get(timeout=_PRUNE_EVERY_S)
+            while ended is not None and len(batch) < _BATCH - 1:
+                batch.append(ended)
+                ended = self._queue.get_nowait()
         except queue.Empty:
             return batch, True
-        if turn is not None:
-            batch.append(turn)
-        return batch, turn is not None
+        if ended is not None:
+            batch.append(ended)
+        return batch, ended is not None
 
     def write(self, batch: list[Turn]) -> None:
         """Store ``batch`` and show it to the sinks, on the calling thread."""
@@ -127,7 +145,9 @@ class TraceWriter:
     def _prune(self) -> None:
         try:
             deleted = self.store.prune()
-        except sqlite3.Error as error:
+            if self.recordings is not None:
+                self.recordings.prune(time.time())
+        except (sqlite3.Error, OSError) as error:
             self._complain("old traces could not be deleted: %s", error)
         else:
             if deleted:

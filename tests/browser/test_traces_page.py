@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.async_api import Page, expect
 
 from app.observe.store import FILE_NAME, Retention, TraceStore
 from app.observe.trace import STAGES
+from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter
 from app.server import create_app, listening
 from tests.browser.conftest import PHONE, OpenPage
@@ -72,11 +74,13 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def served(path: Path | None, **settings: Any) -> AsyncIterator[str]:
+async def served(
+    path: Path | None, recordings: AudioFiles | None = None, **settings: Any
+) -> AsyncIterator[str]:
     """The real application with the turns in ``path``."""
     services = fake_services(ScriptedEngine(), port=0, **settings)
     store = TraceStore(path, Retention())
-    object.__setattr__(services, "traces", TraceWriter(store))
+    object.__setattr__(services, "traces", TraceWriter(store, recordings=recordings))
     app = create_app(services.settings, services)
     async with listening(app, services.settings) as url:
         yield f"{url}/traces.html"
@@ -235,6 +239,36 @@ async def test_a_key_is_asked_for_and_then_used(open_page: OpenPage, database: P
         await expect(page.locator("#problem")).not_to_be_visible()
         await expect(page.locator("#figures")).to_contain_text(f"{NUM_TURNS:,}")
         assert "k1" not in page.url
+
+
+async def test_a_recorded_turn_can_be_played(open_page: OpenPage, tmp_path: Path) -> None:
+    files = AudioFiles(tmp_path, max_age_s=1e9, max_bytes=10**9)
+    audio = TurnAudio(0)
+    audio.add_reply(np.full(24_000, 0.1, np.float32), 24_000, 500_000_000)
+    files.write("turn_1", audio.to_wav())
+    path = tmp_path / FILE_NAME
+    store = TraceStore(path, Retention())
+    store.write([a_turn(1, is_recorded=True), a_turn(2), a_turn(3, is_recorded=True)])
+    store.close()
+    async with served(path, recordings=files, api_keys=("k1",)) as url:
+        page = await open_page(url, microphone=None)
+        await page.fill("#key", "k1")
+        await page.keyboard.press("Enter")
+        rows = page.locator("#turns tbody button.link")
+        await shown(page)
+        await rows.nth(4).click()  # two links a row; the oldest turn comes last
+        player = page.get_by_label("Recording of the turn")
+        await expect(player).to_be_visible()
+        length = "async (a) => { await new Promise((r) => a.readyState ? r() :"
+        length += " a.addEventListener('loadedmetadata', r)); return a.duration; }"
+        assert abs(await player.evaluate(length) - 1.5) < 0.01
+        await page.keyboard.press("Escape")
+        for other in (0, 2):  # its recording is gone; it was never recorded
+            await rows.nth(other).click()
+            await expect(page.locator("#detail")).to_be_visible()
+            await expect(player).to_have_count(0)
+            await page.keyboard.press("Escape")
+            await expect(page.locator("#detail")).not_to_be_visible()
 
 
 async def test_no_turns_yet_is_said_in_words(open_page: OpenPage) -> None:

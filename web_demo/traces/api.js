@@ -24,6 +24,27 @@ export class TracesApi {
    * @returns {Promise<any>}
    */
   async ask(path, parameters, signal) {
+    return (await this.fetch(path, parameters, signal)).json();
+  }
+
+  /**
+   * The recording of a turn, as an address for a player. Whoever asks for it revokes it.
+   *
+   * @param {string} turnId
+   * @returns {Promise<string>}
+   */
+  async recording(turnId) {
+    const answer = await this.fetch(`/${encodeURIComponent(turnId)}/audio`, {});
+    return URL.createObjectURL(await answer.blob());
+  }
+
+  /**
+   * @param {string} path
+   * @param {Record<string, string | number | boolean | null | undefined>} parameters
+   * @param {AbortSignal} [signal]
+   * @returns {Promise<Response>}
+   */
+  async fetch(path, parameters, signal) {
     const url = new URL(`v1/traces${path}`, document.baseURI);
     for (const [name, value] of Object.entries(parameters)) {
       if (value !== null && value !== undefined && value !== "" && value !== false) {
@@ -38,7 +59,7 @@ export class TracesApi {
       if (signal?.aborted) throw error;
       throw new ApiError("away", "The server does not answer.");
     }
-    if (answer.ok) return answer.json();
+    if (answer.ok) return answer;
     const words = await answer.json().then((body) => body.error.message, () => answer.statusText);
     throw new ApiError(answer.status === 401 ? "key" : "refused", words);
   }

@@ -4,20 +4,51 @@ import { STAGES, byId, element, ms, when } from "./dom.js";
 
 const dialog = /** @type {HTMLDialogElement} */ (byId("detail"));
 
+/** @type {string | null} of the recording on show */
+let soundUrl = null;
+
 /** @param {(turnId: string | null) => void} onChange which turn is shown now */
 export function watchDetail(onChange) {
-  dialog.addEventListener("close", () => onChange(null));
+  dialog.addEventListener("close", () => {
+    releaseSound();
+    onChange(null);
+  });
 }
 
-/** @param {Record<string, any>} turn */
-export function showDetail(turn) {
+/** A recording can be many megabytes: it is let go as soon as it is not shown. */
+function releaseSound() {
+  dialog.querySelector("audio")?.pause();
+  if (soundUrl) URL.revokeObjectURL(soundUrl);
+  soundUrl = null;
+}
+
+/**
+ * @param {Record<string, any>} turn
+ * @param {string | null} recordingUrl
+ */
+export function showDetail(turn, recordingUrl) {
+  releaseSound();
+  soundUrl = recordingUrl;
   byId("detail-title").textContent = `${when(turn.ended_at_ms)} · ${outcome(turn)}`;
   const parts = [words("Caller", turn.transcript), words("Parley", turn.reply)].flat();
+  if (recordingUrl) parts.push(element("h3", "", "Recording: caller left, Parley right"), player(recordingUrl));
   parts.push(element("h3", "", heading(turn)), waterfall(turn));
   parts.push(...actions(turn.budget?.actions ?? []));
   parts.push(element("h3", "", "Details"), facts(turn));
   byId("detail-body").replaceChildren(...parts);
   if (!dialog.open) dialog.showModal();
+}
+
+/**
+ * @param {string} url
+ * @returns {HTMLElement}
+ */
+function player(url) {
+  const made = /** @type {HTMLAudioElement} */ (element("audio", "player"));
+  made.controls = true;
+  made.src = url;
+  made.setAttribute("aria-label", "Recording of the turn");
+  return made;
 }
 
 /**

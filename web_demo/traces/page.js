@@ -127,8 +127,22 @@ class TracesPage {
 
   /** @param {string} turnId */
   async open(turnId) {
-    showDetail(await this.api.ask(`/${encodeURIComponent(turnId)}`, {}));
+    const turn = await this.api.ask(`/${encodeURIComponent(turnId)}`, {});
+    showDetail(turn, turn.is_recorded ? await this.recordingOf(turnId) : null);
     this.writeAddress(turnId);
+  }
+
+  /**
+   * @param {string} turnId
+   * @returns {Promise<string | null>} null: it has been deleted since
+   */
+  async recordingOf(turnId) {
+    try {
+      return await this.api.recording(turnId);
+    } catch (error) {
+      if (error instanceof ApiError && error.reason === "refused") return null;
+      throw error;
+    }
   }
 
   /**
