@@ -39,7 +39,7 @@ from app.conversation.pacing import PlayoutClock
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.errors import GenerationError, ServiceError, SynthesisError, TurnTimeoutError
-from app.observe.trace import Outcome, TurnTrace
+from app.observe.trace import TurnOutcome, TurnTrace
 from audio.codecs import encode
 from audio.errors import AudioError
 from audio.frame import Samples
@@ -446,7 +446,7 @@ class Turn:
         trace.facts["reply_audio_s"] = self._spoken.sent_samples / self._spoken.rate
         trace.end(self._outcome(), self._clock.now_ns(), response.reason or "")
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> TurnOutcome:
         match self.response.status:
             case "completed":
                 return "answered" if self.trace.reply.strip() else "silent"
