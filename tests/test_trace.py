@@ -12,7 +12,7 @@ from app.observe.trace import (
     OUTCOMES,
     PATH_INSTANTS,
     STAGES,
-    Outcome,
+    TurnOutcome,
     TurnTrace,
     attribute_us,
 )
@@ -103,7 +103,7 @@ def test_a_typed_turn_counts_from_its_request() -> None:
     st.integers(0, 10**10),
 )
 def test_no_instant_is_negative_or_missing_whatever_the_outcome(
-    outcome: Outcome, num_known: int, offsets: list[int], end: int
+    outcome: TurnOutcome, num_known: int, offsets: list[int], end: int
 ) -> None:
     """A turn that ends anywhere, with instants in any order (work is done ahead of its turn)."""
     origin = 10**10

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from audio.asr import Transcript
     from audio.frame import Samples
 
-Outcome = Literal[
+TurnOutcome = Literal[
     "answered", "silent", "interrupted", "cancelled", "failed", "timed_out", "incomplete"
 ]
-OUTCOMES: tuple[Outcome, ...] = (
+OUTCOMES: tuple[TurnOutcome, ...] = (
     "answered",
     "silent",
     "interrupted",
@@ -137,7 +137,7 @@ class TurnTrace:
     session_id: str
     response_id: str = ""
     spoken: bool = False
-    outcome: Outcome | Literal[""] = ""
+    outcome: TurnOutcome | Literal[""] = ""
     reason: str = ""
     ended_at_ms: int = 0
     transcript: str = ""
@@ -215,7 +215,7 @@ class TurnTrace:
         self.facts["tts_clauses"] = self.facts.get("tts_clauses", 0) + 1
         self.facts["tts_ms"] = self.facts.get("tts_ms", 0.0) + took_ms
 
-    def end(self, outcome: Outcome, at_ns: int, reason: str = "") -> None:
+    def end(self, outcome: TurnOutcome, at_ns: int, reason: str = "") -> None:
         """Close the record.
 
         Audio is marked with the instant at which it sounds, a little after it is sent. If that is
