@@ -166,6 +166,8 @@ class Hearing:
         voiced_len = (end if last_voiced is None else last_voiced) - start
         trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
         trace.mark("endpoint", now_ns)
+        if self._services.settings.record:
+            trace.record(samples, voiced_len)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
         listener.forget(end)

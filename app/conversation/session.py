@@ -127,6 +127,8 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._turn is not None:  # its task may have been cancelled before its first step
             await self._turn.discard()
+            if self._turn.trace.end_if_open(self._clock.now_ns()):
+                self._services.traces.add(self._turn.trace.to_dict())
         await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
@@ -350,11 +352,13 @@ class Session:
                 error = RecognitionError("internal error; the server's log has the details")
             part.text = ""
             trace.mark("asr_final", self._clock.now_ns())
+            trace.end("failed", self._clock.now_ns(), error.code)
+            self._services.traces.add(trace.to_dict())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))
         else:
-            part.text = trace.transcript = settled.transcript.text
+            part.text = settled.transcript.text
             trace.mark("asr_final", settled.at_ns)
-            trace.facts["asr_ms"] = settled.transcript.took_ms
+            trace.note_transcript(settled.transcript)
             if self.config.transcribe:
                 await self._tell_transcript(item.id, part, heard.told)
         # Of turns in quick succession only the last one is answered (with all that was said).
@@ -384,6 +388,8 @@ class Session:
             turn.trace.join(heard)
         else:
             turn.trace.begin_typed(self._clock.now_ns())
+            if self._services.settings.record:
+                turn.trace.record()
         turn.trace.facts.update(self._ahead.take_wasted())
         turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
@@ -413,7 +419,12 @@ class Session:
 
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
-        await turn.run()
+        try:
+            await turn.run()
+        finally:
+            # Also of a turn that the end of the call cuts short.
+            traced = turn.trace.to_dict()
+            self._services.traces.add(traced, turn.trace.audio)
         actions: list[floor.Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.
@@ -421,8 +432,6 @@ class Session:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
-        traced = turn.trace.to_dict()
-        self._services.traces.add(traced)
         self._log_turn(traced)
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))

@@ -70,7 +70,7 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 
 @asynccontextmanager
 async def running(**settings: Any) -> AsyncIterator[Running]:
-    chosen: Settings = load_settings(port=0, host="127.0.0.1", **settings)
+    chosen: Settings = load_settings(port=0, host="127.0.0.1", trace_db=False, **settings)
     async with build_services(chosen) as services:
         app = create_app(chosen, services)
         async with listening(app, chosen) as url:
