@@ -117,3 +117,41 @@ def int4_matmul(
 def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [T, K], codes int8 [N, K], scale [N] -> [T, N]."""
     return x @ (codes.to(scale.dtype) * scale.unsqueeze(1)).T
+
+
+def fake_quantize_rows(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [T, K], each ``group`` of a row rounded to 255 steps of its largest magnitude / 127.
+
+    The last group may be shorter. This is what W8A8 and W4A8 products do to activations.
+    """
+    result = torch.empty_like(x)
+    for first in range(0, x.shape[1], group):
+        part = x[:, first : first + group]
+        scale = part.abs().amax(1, keepdim=True) / 127
+        codes = torch.where(scale > 0, part / scale, 0).round()
+        result[:, first : first + group] = codes * scale
+    return result
+
+
+def grouped_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int
+) -> torch.Tensor:
+    """x [T, K] times the transposed [N, K] of codes * scale + zero, a pair for each ``group``.
+
+    scale and zero [N, ceil(K / group)].
+    """
+    num_in = codes.shape[1]
+    weight = codes.to(x.dtype) * scale.to(x.dtype).repeat_interleave(group, 1)[:, :num_in]
+    if zero is not None:
+        weight = weight + zero.to(x.dtype).repeat_interleave(group, 1)[:, :num_in]
+    return x @ weight.T
+
+
+def dynamic_int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """W8A8: ``int8_matmul`` of x with each row rounded to 255 steps of its own."""
+    return int8_matmul(fake_quantize_rows(x, x.shape[1]), codes, scale)
+
+
+def float8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, K], codes float8_e4m3fn [N, K], scale [N] -> [T, N] (Micikevicius et al. 2022)."""
+    return x @ (codes.to(scale.dtype) * scale.unsqueeze(1)).T

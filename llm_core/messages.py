@@ -12,6 +12,7 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
 KvDtype = Literal["float32", "bfloat16", "int8"]
+ModelBackend = Literal["auto", "native", "torch"]
 Overflow = Literal["refuse", "drop_oldest"]
 Downgrade = Literal["partial_context", "shorter_answer"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
@@ -267,7 +268,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     who is served first. ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting;
     the number of rows that this allows is learnt from the steps. ``standby`` keeps a second
     process that has loaded its code (some 200 MB) and needs only the model when the first one
-    dies. Raises ValueError for impossible numbers.
+    dies. ``backend`` "native" is compiled C, "torch" torch's operations, "auto" the faster one that
+    can run here; ``native_cache_dir`` is where the compiled library is kept (None: the user's cache
+    directory). Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -280,6 +283,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "deadline"
     max_step_ms: int = 150
     standby: bool = False
+    backend: ModelBackend = "auto"
+    native_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "max_sequences", "max_waiting", "max_step_ms"):

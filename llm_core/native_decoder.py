@@ -82,12 +82,21 @@ class NativeDecoder:
         """Bytes of packed matrices; a decode step reads all but an untied embedding."""
         return self._memory.num_bytes
 
+    @property
+    def weight_format(self) -> str:
+        """What the layers' weights and the head are packed as."""
+        bits = {m.struct.bits for m in self._matrices[: 4 * self.config.num_layers]}
+        layers = "/".join(f"int{b}" for b in sorted(bits))
+        head = f"int{self._model.head.bits}"
+        return layers if layers == head else f"{layers}+{head} head"
+
     def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
         """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
 
         Raises IndexError for indices outside their range, MemoryError.
         """
-        segments, block_ids = [], []
+        segments: list[int] = []
+        block_ids: list[int] = []
         for segment in batch.segments:
             if len(segment.block_ids) * cache.block_size < segment.end:
                 raise IndexError(f"{segment} has too few blocks for its positions")
@@ -125,7 +134,7 @@ class NativeDecoder:
         self._profile = self._functions.pn_session_profile(self._session, 1)
 
     def profile_us(self) -> dict[str, float]:
-        """Microseconds by kind of phase since ``start_profile``; phases that never ran are absent."""
+        """Microseconds by kind of phase since ``start_profile``, of those that ran."""
         times = {name: self._profile[i] / 1e3 for i, name in enumerate(native.PHASE_KINDS)}
         return {name: time for name, time in times.items() if time > 0}
 

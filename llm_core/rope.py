@@ -23,6 +23,8 @@ from llm_core.config import (
     YarnRope,
 )
 
+_CHUNK_LEN = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
@@ -52,14 +54,16 @@ def rope_tables(config: ModelConfig, num_positions: int) -> RopeTables:
 def _table(
     config: ModelConfig, num_positions: int, theta: float, scaling: RopeScaling | None
 ) -> torch.Tensor:
-    """Computed in float64 and rounded once."""
+    """Computed in float64 and rounded once, some positions at a time."""
     rotary_dim = config.num_rotated
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     frequencies, magnitude = _scaled(theta**-exponents, theta, scaling, num_positions)
-    positions = torch.arange(num_positions, dtype=torch.float64)
-    angles = torch.outer(positions, frequencies)
     table = torch.ones(num_positions, config.head_dim // 2, dtype=torch.complex64)
-    table[:, : rotary_dim // 2] = torch.polar(torch.full_like(angles, magnitude), angles)
+    for first in range(0, num_positions, _CHUNK_LEN):
+        last = min(first + _CHUNK_LEN, num_positions)
+        angles = torch.outer(torch.arange(first, last, dtype=torch.float64), frequencies)
+        turned = torch.polar(torch.full_like(angles, magnitude), angles)
+        table[first:last, : rotary_dim // 2] = turned
     return table.unsqueeze(1)
 
 

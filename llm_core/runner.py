@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Protocol, TypedDict
+from pathlib import Path
+from typing import TypedDict
 
 import torch
 
-from kernels import BackendName, select_backend
+from kernels import BackendName
 from llm_core.batch import ForwardBatch
 from llm_core.config import ModelConfig
-from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
 from llm_core.loading.model_weights import ModelWeights, open_weights
-from llm_core.messages import EngineConfig, KvDtype
+from llm_core.messages import EngineConfig, KvDtype, ModelBackend
+from llm_core.model_choice import ModelOptions, make_model
 from llm_core.quant.formats import Weight
-from llm_core.quant.linear import choose_formats
 
 _BLOCK_SIZE = 16
 _DEFAULT_KV_TOKENS = 2048  # of each sequence that may run
@@ -32,14 +32,6 @@ class InfoFields(TypedDict):
     num_layers: int
     weight_format: str
     num_threads: int
-
-
-class Model(Protocol):
-    """What computes a step: ``Decoder``, or another one with the same mathematics."""
-
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values
-        into ``cache``. Called under inference mode."""
 
 
 class ModelRunner:
@@ -57,6 +49,8 @@ class ModelRunner:
         *,
         weight_format: str = "float32",
         backend: BackendName = "cpu",
+        model_backend: ModelBackend = "torch",
+        native_cache_dir: str | None = None,
         num_threads: int = 1,
         num_blocks: int | None = None,
         block_size: int = _BLOCK_SIZE,
@@ -65,9 +59,11 @@ class ModelRunner:
         name: str = "in-memory",
     ) -> None:
         """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``;
-        ``num_blocks`` None: enough for two sequences of the longest kind.
+        ``backend`` are the kernels of torch's decoder; ``model_backend`` and ``native_cache_dir``
+        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind.
 
-        Raises ModelLoadError when the KV cache cannot fit into this machine's memory.
+        Raises ModelLoadError when the KV cache cannot fit into this machine's memory, and as
+        ``make_model`` does.
         """
         longest = min(max_context or config.context_len, config.context_len)
         self.config = config
@@ -79,12 +75,17 @@ class ModelRunner:
         num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, kv_dtype)
         _check_cache_fits(num_bytes, self)
         torch.set_num_threads(num_threads)
-        formats = choose_formats(weight_format)
-        self._weight_format = str(formats)
+        options = ModelOptions(
+            backend=model_backend,
+            weight_format=weight_format,
+            torch_kernels=backend,
+            num_threads=num_threads,
+            native_cache_dir=Path(native_cache_dir) if native_cache_dir else None,
+        )
         with torch.inference_mode():
             self._cache = KvCache(config, self.num_blocks, block_size, kv_dtype)
-            self._model: Model = Decoder(
-                config, weights, formats, select_backend(backend), self.max_context
+            self._model, self._weight_format = make_model(
+                config, weights, options, self.max_context
             )
 
     @classmethod
@@ -107,6 +108,8 @@ class ModelRunner:
             num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
             kv_dtype=engine_config.kv_dtype,
             max_context=engine_config.max_context,
+            model_backend=engine_config.backend,
+            native_cache_dir=engine_config.native_cache_dir,
             name=model.name,
         )
 

@@ -8,14 +8,15 @@ merging is done by the ``tokenizers`` library.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
-from llm_core.errors import InvalidRequestError, ModelLoadError
+from llm_core.errors import InvalidRequestError, LlmError, ModelLoadError
 
 SPACE = "\u2581"  # SentencePiece writes a space so
 
@@ -90,7 +91,8 @@ class TextPipeline:
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the text is not valid Unicode: {error.reason}") from error
         library = self.first if is_first else self.rest
-        return library.encode(text, add_special_tokens=False).ids
+        with _as_our_error(InvalidRequestError, "the tokenizer cannot encode the text"):
+            return library.encode(text, add_special_tokens=False).ids
 
 
 def byte_level_pipeline(vocab: Mapping[str, int], merges: Sequence[str], pre: str) -> TextPipeline:
@@ -166,17 +168,24 @@ def json_pipeline(
 def _bpe(
     vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: bool
 ) -> tokenizers.Tokenizer:
-    try:
+    with _as_our_error(ModelLoadError, "the tokenizer's merges do not fit its tokens"):
         return tokenizers.Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), **options))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"the tokenizer's merges do not fit its tokens: {error}") from error
 
 
 def _from_json(whole: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    try:
+    with _as_our_error(ModelLoadError, "tokenizer.json: not understood"):
         return tokenizers.Tokenizer.from_str(json.dumps(whole))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"tokenizer.json: not understood: {error!s:.300}") from error
+
+
+@contextmanager
+def _as_our_error(kind: type[LlmError], message: str) -> Iterator[None]:
+    """The library raises bare Exception; and where it panics, a class that is not even one."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{message}: {error!s:.300}") from error
 
 
 def _merges_from_pieces(ranks: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -293,6 +293,27 @@ def test_wrong_tensors(tmp_path: Path, edit: Callable[[Any], object], message: s
     refuses(write(tmp_path / "m.gguf", edit_tensors=edit), message)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_1])
+def test_numbers_that_are_not_finite_are_refused(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType, value: float
+) -> None:
+    """As a value, or as the scale of a block."""
+    path = write(tmp_path / "m.gguf", kind=kind)
+    with GgufFile(path) as file:
+        offset = file.tensors["blk.0.ffn_up.weight"].offset
+    raw = {Q.F32: np.float32(value), Q.BF16: np.float32(value)}.get(kind, np.float16(value))
+    content = bytearray(path.read_bytes())
+    written = raw.tobytes()[2:] if kind == Q.BF16 else raw.tobytes()
+    content[offset : offset + len(written)] = written
+    path.write_bytes(content)
+    with (
+        pytest.raises(ModelLoadError, match="tensor blk.0.ffn_up.weight.* NaN or infinite"),
+        open_gguf_model(str(path)) as model,
+    ):
+        dict(model.weights)
+
+
 def test_unsupported_quantisation_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", kind=Q.MXFP4)
     refuses(path, "has format MXFP4, supported are F32, F16, BF16 and for matrices Q4_0, Q4_1, ")

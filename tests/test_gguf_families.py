@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
+import gguf.quants
 import numpy as np
 import pytest
 import torch
@@ -19,9 +20,11 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from llm_core.config import FrequencyFactors, LinearRope, LongRope, YarnRope
 from llm_core.loading.gguf_model import open_gguf_model
+from llm_core.quant.blocks import BLOCK_BYTES, BlockKind, BlockTensor, block_len
 from llm_core.runner import ModelRunner
 from tests.hf_models import random_ids, save_model, their_logits
 from tests.random_llama import run_chunk
+from tests.test_quant_linear import random_blocks
 
 TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
@@ -220,31 +223,49 @@ def test_gemma_27b_scales_otherwise(tmp_path: Path, layers: int) -> None:
         assert opened.config.score_scale == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0"])
-def test_quantised_rows_are_cut_and_interleaved_as_they_are(tmp_path: Path, kind: str) -> None:
-    """Phi-3's fused rows, quantised: the same values as when dequantised first."""
-    model = save_model(tmp_path, "phi3")
+def stored_as(model: Any, path: Path, arch: str, kind: BlockKind) -> Path:
+    """``model`` with matrices of random blocks of ``kind``, written so; it gets their values."""
     quantised = gguf.GGMLQuantizationType[kind]
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), 9)
     rows = {}
-    for name, tensor in model.state_dict().items():
+    for seed, (name, tensor) in enumerate(model.state_dict().items()):
         if tensor.ndim == 2:
-            rows[name] = gguf.quants.quantize(tensor.numpy(), quantised)
-            values = gguf.quants.dequantize(rows[name], quantised)
-            tensor.copy_(torch.from_numpy(values))
-    path = convert(model, tmp_path / "m.gguf", "phi3")
-    exact = our_logits(path, random_ids(101, 20))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.PHI3, 3)
-    by_file_name = {f"{names.get_name(n.rpartition('.')[0])}.weight": r for n, r in rows.items()}
-    writer_add = gguf.GGUFWriter.add_tensor
+            num_out, num_in = tensor.shape
+            shape = (num_out, num_in // block_len(kind), BLOCK_BYTES[kind])
+            raw = random_blocks(kind, shape, seed).blocks.flatten(1).numpy()
+            tensor.copy_(torch.from_numpy(gguf.quants.dequantize(raw, quantised)))
+            rows[f"{names.get_name(name.rpartition('.')[0])}.weight"] = raw
+    plain_add = gguf.GGUFWriter.add_tensor
 
     def add(self: Any, name: str, values: Any) -> None:
-        if name in by_file_name:
-            writer_add(self, name, by_file_name[name], raw_dtype=quantised)
+        if name not in rows:
+            plain_add(self, name, values)
+        elif arch == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+            head_rows = rows[name].reshape(-1, 2, 32, rows[name].shape[1]).swapaxes(1, 2)
+            plain_add(self, name, head_rows.reshape(rows[name].shape), raw_dtype=quantised)
         else:
-            writer_add(self, name, values)
+            plain_add(self, name, rows[name], raw_dtype=quantised)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add)
-        packed = convert(model, tmp_path / "q.gguf", "phi3")
-    assert packed.stat().st_size < path.stat().st_size / 1.5
-    torch.testing.assert_close(our_logits(packed, random_ids(101, 20)), exact)
+        return convert(model, path, arch)
+
+
+@pytest.mark.parametrize("kind", get_args(BlockKind))
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3"])
+def test_quantised_rows_are_cut_and_interleaved_as_they_are(
+    tmp_path: Path, kind: BlockKind, arch: str
+) -> None:
+    """Every kind, rows fused and rows to be interleaved: transformers' logits of the values that
+    the gguf package finds in the bytes."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = save_model(tmp_path, arch, **sizes)
+    path = stored_as(model, tmp_path / "q.gguf", arch, kind)
+    with open_gguf_model(path) as opened:
+        query = opened.weights["layers.0.query"]
+        assert isinstance(query, BlockTensor)
+        assert query.kind == kind
+    ids = random_ids(101, 20)
+    torch.testing.assert_close(
+        our_logits(path, ids), their_logits(model, ids), atol=1e-4, rtol=1e-4
+    )

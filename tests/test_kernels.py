@@ -166,6 +166,31 @@ def test_int8_matmul(num_rows: int) -> None:
     assert bool((difference.abs() <= bound).all())
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 9])
+@pytest.mark.parametrize("num_in", [5, 64])
+def test_dynamic_int8_matmul(num_rows: int, num_in: int) -> None:
+    """Only values between two steps may round otherwise, by one step of one token."""
+    generator = torch.Generator().manual_seed(num_rows)
+    codes = torch.randint(-127, 128, (48, num_in), generator=generator).to(torch.int8)
+    scale, x = 0.01 * rand(48, seed=2).abs(), rand(num_rows, num_in, seed=1)
+    if num_rows > 1:
+        x[1] = 0
+    result = cpu_matmul.DynamicInt8Matmul(codes, scale)(x)
+    torch.testing.assert_close(
+        result, reference.dynamic_int8_matmul(x, codes, scale), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 9])
+def test_float8_matmul(num_rows: int) -> None:
+    codes = rand(17, 33).to(torch.float8_e4m3fn)
+    scale, x = rand(17, seed=2).abs(), rand(num_rows, 33, seed=1)
+    result = cpu_matmul.Float8Matmul(codes, scale)(x)
+    torch.testing.assert_close(
+        result, reference.float8_matmul(x, codes, scale), atol=1e-5, rtol=1e-5
+    )
+
+
 def test_transformers_ignores_our_package_of_the_same_name() -> None:
     """transformers integrates PyPI's `kernels`; from the repository root it finds ours.
 

@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer_json",),
         ("scheduler", "runner", "tokenizer", "chat_template", "detokenizer"),
         ("text_pipeline",),
-        ("speculative", "sampler", "params_check", "tool_prompt", "tool_calls"),
+        ("speculative", "sampler", "params_check", "tool_prompt", "tool_calls", "model_choice"),
         ("tool_call_json",),
         ("decoder", "native_decoder"),
         ("rope",),

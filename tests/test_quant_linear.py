@@ -168,6 +168,8 @@ ROUNDING: dict[WeightFormat, float] = {
     "bfloat16": 2**-7,
     "int4": 2**-6,
     "int8": 2**-6,
+    "w8a8": 2**-6,
+    "fp8": 2**-4,
 }
 
 
@@ -187,6 +189,8 @@ def test_linear(weight_format: WeightFormat, num_rows: int, kind: str) -> None:
     # A 4-bit form rounds scale and zero, which may be larger than the value they give.
     size = exact.abs() if weight_format != "int4" else exact.abs() + exact.abs().amax()
     bound = ROUNDING[weight_format] * (x.abs() @ size.T) + 1e-6
+    if weight_format == "w8a8":  # half a step of the largest activation of a row
+        bound += x.abs().amax(1, keepdim=True) / 254 * exact.abs().sum(1)
     assert bool(((result - x @ exact.T).abs() <= bound).all())
 
 
@@ -195,8 +199,24 @@ def test_linear_of_odd_sizes_falls_back_to_what_fits(weight_format: WeightFormat
     """17 rows fit no 4-bit tile, 33 columns no 8-bit tile."""
     for stored in (rand(17, 33), blocks("Q4_1", rand(17, 64))):
         exact, x = to_float(stored), rand(2, stored.shape[1], seed=1)
-        bound = 2**-6 * (x.abs() @ exact.abs().T) + 1e-6
+        bound = 2**-4 * (x.abs() @ exact.abs().T) + 1e-6
+        if weight_format == "w8a8":
+            bound += x.abs().amax(1, keepdim=True) / 254 * exact.abs().sum(1)
         assert bool(((Linear(stored, weight_format)(x) - x @ exact.T).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_linear_of_grouped_codes(group: int, is_symmetric: bool) -> None:
+    """Checkpoints' 4-bit groups, with and without a zero point, on torch's 4-bit product."""
+    generator = torch.Generator().manual_seed(group)
+    codes = torch.randint(16, (32, 512), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(32, 512 // group, generator=generator)
+    zero = None if is_symmetric else -scale * torch.randint(16, scale.shape, generator=generator)
+    stored = GroupedCodes(codes, scale, zero, 4, group)
+    exact, x = stored.dequantize(), rand(3, 512, seed=1)
+    bound = 2**-6 * (x.abs() @ (exact.abs() + 16 * scale.max()).T)
+    assert bool(((Linear(stored, "int4")(x) - x @ exact.T).abs() <= bound).all())
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -118,7 +118,7 @@ def test_formats_stay_near_float32(weight_format: str, tolerance: float) -> None
 
 def test_loaded_file_equals_in_memory_model(tmp_path: Path) -> None:
     """A GGUF file written by the gguf package, loaded twice: same logits, sensible info."""
-    config = EngineConfig(model_path=str(write_tiny_gguf(tmp_path / "tiny.gguf")))
+    config = EngineConfig(model_path=str(write_tiny_gguf(tmp_path / "tiny.gguf")), backend="torch")
     exact = ModelRunner.load(config, weight_format="float32")
     default = ModelRunner.load(config)
     assert (exact.info_fields["name"], exact.max_context) == ("tiny", 256)

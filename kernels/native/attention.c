@@ -171,12 +171,40 @@ static void values_direct(const float *weights, int num_queries, int head_dim,
     }
 }
 
-/* to[d][CHUNK] = rows[j][d]; columns from num_rows on become 0. */
+/* 8 vectors of 8 become their transpose, in three rounds of swapping halves of pairs. */
+static inline void transpose_8(f8 *v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        f8 a = v[i], b = v[i + 4];
+        v[i] = PN_SHUFFLE_2(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+        v[i + 4] = PN_SHUFFLE_2(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < 8; j += 4) {
+#pragma GCC unroll 2
+        for (int i = j; i < j + 2; i++) {
+            f8 a = v[i], b = v[i + 2];
+            v[i] = PN_SHUFFLE_2(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+            v[i + 2] = PN_SHUFFLE_2(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        f8 a = v[i], b = v[i + 1];
+        v[i] = PN_SHUFFLE_2(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+        v[i + 1] = PN_SHUFFLE_2(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+}
+
+/* to[d][CHUNK] = rows[j][d], columns up to a multiple of 8; those from num_rows on become 0. */
 static void transpose(const float **rows, int num_rows, int head_dim, float *to) {
-    for (int j = 0; j < CHUNK; j += 8) {
-        for (int d = 0; d < head_dim; d++) {
+    for (int j = 0; j < num_rows; j += 8) {
+        for (int d = 0; d < head_dim; d += 8) {
+            f8 v[8];
             for (int i = 0; i < 8; i++)
-                to[d * CHUNK + j + i] = j + i < num_rows ? rows[j + i][d] : 0.0f;
+                v[i] = j + i < num_rows ? f8_load(rows[j + i] + d) : f8_all(0);
+            transpose_8(v);
+            for (int i = 0; i < 8; i++) f8_store(to + (d + i) * CHUNK + j, v[i]);
         }
     }
 }

@@ -14,8 +14,10 @@ from pathlib import Path
 SOURCE_DIR = Path(__file__).parent
 # Errors of arithmetic are never trapped and errno never read. Nothing that would change what NaN
 # or infinity mean, or the order of sums.
-_FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno")
-_FLAGS += ("-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi")
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"),
+)
 _COMPILE_LIMIT_S = 120.0
 
 

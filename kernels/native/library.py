@@ -142,6 +142,7 @@ class Library:
             theirs = self.functions.pn_layout(index)
             assert theirs == ctypes.sizeof(structure), f"{structure.__name__} differs from parley.h"
         self.instructions: str = self.functions.pn_instructions().decode()
+        self.has_vector_products = self.instructions != "portable C"
 
     def memory(self) -> WeightMemory:
         """Where the matrices of one model go."""

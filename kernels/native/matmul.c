@@ -60,8 +60,6 @@ INLINE void prefetch_record(const uint8_t *w, int record_bytes) {
         _mm_prefetch((const char *)w + PREFETCH_BYTES + at, _MM_HINT_T0);
 }
 
-/* The loops over a group's vectors stay rolled: unrolled, the compiler moves all their loads to
- * the front and spills the sums. */
 INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
                        const float *meta, int pitch, int num_rows, int num_tiles, f8 *result,
                        int has_zero) {
@@ -73,7 +71,7 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes,
         __m256i dot[4][2];
         for (int r = 0; r < num_rows; r++)
             for (int t = 0; t < num_tiles; t++) dot[r][t] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+#pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
             __m256i low[2], high[2];
             for (int t = 0; t < num_tiles; t++) {
@@ -119,7 +117,7 @@ INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
     for (int g = 0; g < num_groups; g++) {
         __m256i low[4], high[4];
         for (int r = 0; r < num_rows; r++) low[r] = high[r] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+#pragma GCC unroll 8
         for (int v = 0; v < 8; v++) {
             __m256i codes = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
 #ifdef PN_VNNI

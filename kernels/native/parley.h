@@ -52,8 +52,10 @@ typedef int32_t s8_unaligned __attribute__((vector_size(32), aligned(4), may_ali
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define PN_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#define PN_SHUFFLE_2(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define PN_SHUFFLE(v, ...) __builtin_shuffle(v, (s8){__VA_ARGS__})
+#define PN_SHUFFLE_2(a, b, ...) __builtin_shuffle(a, b, (s8){__VA_ARGS__})
 #endif
 
 static inline f8 f8_load(const float *from) { return *(const f8_unaligned *)from; }

@@ -17,6 +17,7 @@ __all__ = [
     "GroupedCodes",
     "Weight",
     "float_rows",
+    "quantize_float8",
     "quantize_int8",
     "stack_rows",
     "take_rows",
@@ -70,3 +71,10 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float [N, K] -> codes int8 [N, K], scale [N]: symmetric, nearest; zero stays zero."""
     scale = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale.unsqueeze(1)).round_().to(torch.int8), scale
+
+
+def quantize_float8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float [N, K] -> codes float8_e4m3fn [N, K], scale [N]: a row's largest value becomes 448."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = (weight.abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale
