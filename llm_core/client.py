@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Self
 
 from llm_core import ipc
-from llm_core.errors import EngineDiedError, LlmError
+from llm_core.errors import EngineDiedError, LlmError, ModelLoadError
 from llm_core.messages import (
     ChatMessage,
     EngineConfig,
@@ -151,6 +151,8 @@ class EngineClient:
         self._config = config
         self._start_timeout_s = start_timeout_s
         self._process: EngineProcess | None = None
+        self._info: ModelInfo | None = None
+        self._spare: EngineProcess | None = None  # has no model; see ``EngineConfig.standby``
         self._starting: asyncio.Task[EngineProcess] | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._pinned: list[tuple[tuple[ChatMessage, ...], str]] = []
@@ -170,8 +172,8 @@ class EngineClient:
     @property
     def info(self) -> ModelInfo:
         """What is loaded."""
-        assert self._process is not None, "start() returns a client that has started"
-        return self._process.info
+        assert self._info is not None, "start() returns a client that has started"
+        return self._info
 
     @property
     def is_alive(self) -> bool:
@@ -297,8 +299,9 @@ class EngineClient:
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        if self._process is not None:
-            await self._process.close()
+        for process in (self._process, self._spare):
+            if process is not None:
+                await process.close()
 
     async def _running_process(self) -> EngineProcess:
         if self._is_closed:
@@ -321,9 +324,18 @@ class EngineClient:
         if self._process is not None:
             logger.warning("restarting the engine process")
             await self._process.close()
-        process = await EngineProcess.start(self._config, self._start_timeout_s, self._on_death)
-        self._process = process
-        return process
+        spare, self._spare = self._spare, None
+        if spare is None or spare.has_exited:
+            spare = await EngineProcess.spawn(self._config, self._on_death)
+        self._process = spare  # so that `close` finds it
+        await spare.load(self._config, self._start_timeout_s)
+        self._info = spare.info
+        if self._config.standby:
+            try:
+                self._spare = await EngineProcess.spawn(self._config, self._on_death)
+            except ModelLoadError as error:
+                logger.warning("there is no engine process in reserve: %s", error)
+        return spare
 
     def _on_death(self) -> None:
         if not self._is_closed:

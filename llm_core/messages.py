@@ -101,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``logit_bias`` is added to the logits of the token ids named. Before ``min_tokens`` tokens the
     reply ends neither by itself nor at a stop string. ``logprobs`` None is off; a number asks for
     log-probabilities, and for as many alternatives a token. ``guide`` restricts what may be said.
+    ``continue_last``: what comes continues the last message, which the prompt leaves open.
     """
 
     max_tokens: int = 256
@@ -118,6 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     guide: Guide | None = None
+    continue_last: bool = False
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,7 +252,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``backend``
     "native" is compiled C, "torch" torch's operations, "auto" the faster one that can run here;
     ``native_cache_dir`` is where the compiled library is kept (None: the user's cache directory).
-    Raises ValueError for impossible numbers.
+    ``standby`` keeps a second process that has loaded its code (some 200 MB) and needs only the
+    model when the first one dies. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -261,6 +264,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     kv_dtype: KvDtype = "float32"
     policy: PolicyName = "deadline"
+    standby: bool = False
     backend: ModelBackend = "auto"
     native_cache_dir: str | None = None
 

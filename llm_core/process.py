@@ -134,12 +134,10 @@ class EngineProcess:
         self._has_ended = False
 
     @classmethod
-    async def start(
-        cls, config: EngineConfig, timeout_s: float, on_death: Callable[[], None]
-    ) -> EngineProcess:
-        """Spawns the process and waits until its model is loaded. Raises ModelLoadError.
+    async def spawn(cls, config: EngineConfig, on_death: Callable[[], None]) -> EngineProcess:
+        """A process without a model: it has, or will have, loaded its code. Raises ModelLoadError.
 
-        ``on_death`` is called once, if it ends after that without having been closed.
+        ``on_death`` is called once, if it ends after ``load`` without having been closed.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
@@ -159,21 +157,27 @@ class EngineProcess:
                     raise ModelLoadError(message) from error
                 raise
         # From here on ``close`` ends the process; nothing may wait in between.
-        engine = cls(process, reader, writer, on_death)
+        return cls(process, reader, writer, on_death)
+
+    async def load(self, config: EngineConfig, timeout_s: float) -> None:
+        """Waits until the model is loaded; a process that fails is ended. Raises ModelLoadError."""
         try:
             async with asyncio.timeout(timeout_s):
-                await engine._load(config)
+                await self._load(config)
         except TimeoutError as error:
-            await engine.close()
+            await self.close()
             raise ModelLoadError(f"the engine was not ready after {timeout_s:g} s") from error
         except BaseException:
-            await engine.close()
+            await self.close()
             raise
-        return engine
+
+    @property
+    def has_exited(self) -> bool:
+        return self._process.returncode is not None
 
     @property
     def info(self) -> ModelInfo:
-        assert self._info is not None, "start() returns a process that has loaded"
+        assert self._info is not None, "load() has returned"
         return self._info
 
     @property

@@ -20,7 +20,6 @@ from llm_core.tokenizer import Tokenizer
 # A token of a BPE vocabulary is rarely longer; a text above this many bytes a token of context is
 # refused before time is spent on encoding it.
 _MAX_BYTES_PER_TOKEN = 64
-_FRAME_LEN = 5  # tokens that a template puts around a message; the outcome is checked exactly
 _DROP_STEP = 4  # turns are left out in steps of a quarter of what fits
 
 
@@ -46,22 +45,25 @@ class PromptBuilder:
         *,
         reply_len: int,
         overflow: Overflow = "refuse",
+        continues_last: bool = False,
     ) -> Prompt:
-        """A prompt that leaves room for ``reply_len`` tokens.
+        """A prompt that leaves room for ``reply_len`` tokens. It ends with the header of the reply,
+        or, with ``continues_last``, within the last message.
 
         Raises InvalidRequestError, and PromptTooLongError: when refused, or when the system prompt
         and the last turn alone are too long.
         """
         if overflow == "drop_oldest" and messages:
-            return self._shortened(messages, reply_len)
+            return self._shortened(messages, reply_len, continues_last)
         self._check_bytes(messages)
-        token_ids = self.encode(messages)
+        token_ids = self.encode(messages, continues_last)
         self._check_length(len(token_ids), reply_len)
         return Prompt(token_ids)
 
-    def encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """All tokens, with the header of the reply. Raises InvalidRequestError."""
-        token_ids = self._tokenizer.encode_pieces(self._template.render(messages))
+    def encode(self, messages: Sequence[ChatMessage], continues_last: bool = False) -> list[int]:
+        """All tokens; see ``build``. Raises InvalidRequestError."""
+        render = self._template.render_open if continues_last else self._template.render
+        token_ids = self._tokenizer.encode_pieces(render(messages))
         if not token_ids:
             raise InvalidRequestError("messages: the prompt is empty")
         return token_ids
@@ -74,48 +76,60 @@ class PromptBuilder:
         )
         return one[: common_prefix_len(one, other)]
 
-    def _shortened(self, messages: Sequence[ChatMessage], reply_len: int) -> Prompt:
+    def _shortened(
+        self, messages: Sequence[ChatMessage], reply_len: int, continues_last: bool
+    ) -> Prompt:
         num_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
         system, turns = list(messages[:num_system]), list(messages[num_system:])
         if turns and turns[0].tools:  # tools stand on the first message, and must outlive it
             system.append(ChatMessage(role="system", content="", tools=turns[0].tools))
             turns[0] = msgspec.structs.replace(turns[0], tools=())
         starts = [i for i, m in enumerate(turns) if m.role == "user"] or [0]
+        starts[0] = 0
+        while len(starts) > 1 and not self._has_few_bytes([*system, *turns[starts[0] :]]):
+            del starts[0]
         limit = self._max_context - reply_len
-        first = self._first_kept(system, turns, limit) if len(starts) > 1 else 0
-        for start in [s for s in (0, *starts) if s >= first] or starts[-1:]:
-            kept = [*system, *turns[start:]]
-            if self._num_bytes(kept) > self._max_context * _MAX_BYTES_PER_TOKEN:
+        token_ids = self._encode_few([*system, *turns[starts[0] :]], continues_last)
+        first = starts[0]
+        if len(token_ids) > limit:
+            first += self._excess_messages(turns[first:], len(token_ids), limit, len(system))
+        for start in starts:
+            if start < first and start != starts[-1]:
                 continue
-            token_ids = self.encode(kept)
+            if start > starts[0]:
+                token_ids = self._encode_few([*system, *turns[start:]], continues_last)
             if len(token_ids) <= limit:
                 return Prompt(token_ids, start)
-        last = [*system, *turns[starts[-1] :]]
-        self._check_bytes(last)
-        self._check_length(len(self.encode(last)), reply_len)
-        raise AssertionError("the last turn fits, and was tried")
+        self._check_length(len(token_ids), reply_len)
+        raise AssertionError("a prompt that fits was returned")
 
-    def _first_kept(self, system: list[ChatMessage], turns: list[ChatMessage], limit: int) -> int:
-        """The first turn message to keep: what goes is a multiple of a step, at the least."""
-        lengths = [self._length_of(message) for message in turns]
-        total = sum(lengths) + sum(self._length_of(message) for message in system)
+    def _excess_messages(
+        self, turns: list[ChatMessage], total_len: int, limit: int, num_system: int
+    ) -> int:
+        """How many of the oldest to leave out: at least a whole number of steps of tokens."""
+        lengths = [len(self._tokenizer.encode(message.content)) for message in turns]
+        # What the template puts around a message, about; the outcome is checked exactly.
+        frame_len = max(0, total_len - sum(lengths)) // (len(turns) + num_system + 1)
         step = max(1, limit // _DROP_STEP)
-        excess = -(-max(0, total - limit) // step) * step
+        excess = -(-(total_len - limit) // step) * step
         index = 0
         while excess > 0 and index < len(turns):
-            excess -= lengths[index]
+            excess -= lengths[index] + frame_len
             index += 1
         return index
 
-    def _length_of(self, message: ChatMessage) -> int:
-        return len(self._tokenizer.encode(message.content)) + _FRAME_LEN
+    def _encode_few(self, messages: list[ChatMessage], continues_last: bool) -> list[int]:
+        self._check_bytes(messages)
+        return self.encode(messages, continues_last)
+
+    def _has_few_bytes(self, messages: Sequence[ChatMessage]) -> bool:
+        return self._num_bytes(messages) <= self._max_context * _MAX_BYTES_PER_TOKEN
 
     def _check_bytes(self, messages: Sequence[ChatMessage]) -> None:
-        num_bytes = self._num_bytes(messages)
-        if num_bytes > self._max_context * _MAX_BYTES_PER_TOKEN:
+        if not self._has_few_bytes(messages):
             raise PromptTooLongError(
-                f"the messages have {num_bytes} bytes; that cannot fit into the context of "
-                f"{self._max_context} tokens"
+                f"the messages have {self._num_bytes(messages)} bytes; that cannot fit into the "
+                f"context of {self._max_context} tokens"
             )
 
     def _check_length(self, prompt_len: int, reply_len: int) -> None:
