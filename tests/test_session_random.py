@@ -388,8 +388,8 @@ async def test_a_conversation_at_random(seed: int) -> None:
     output = rng.choice(FORMATS)
     opened, clock = random_call(rng, output, settings={"eager_reply": rng.random() < 0.8})
     async with opened as c:
-        c.clock = c.session._clock = clock
-        c.session._hearing._clock = c.session._hearing._transcriber._clock = clock
+        hearing = c.session._hearing
+        c.clock = c.session._clock = hearing._clock = hearing._transcriber._clock = clock
         object.__setattr__(c.services, "workers", LateExecutor(rng))
         c.services.recognition._workers = c.services.workers
         c.services.recognition._recognizer = RandomRecognizer(rng)  # type: ignore[assignment]
