@@ -142,6 +142,19 @@ class Settings(BaseSettings):
         default=10.0, ge=0.0, description="how long turns may run on when the server is stopped"
     )
     idle_timeout_s: float = Field(default=600.0, ge=1.0, description="without a client message")
+    ice_servers: Names = Field(
+        default=(),
+        description="stun:HOST:PORT and turn:HOST:PORT for WebRTC; none is needed where callers "
+        "reach this machine directly",
+    )
+    ice_username: str = Field(default="", description="of the TURN server")
+    ice_credential: str = Field(default="", repr=False, description="of the TURN server")
+    public_address: str | None = Field(
+        default=None, description="the IPv4 address under which a NAT shows this machine to callers"
+    )
+    resume_window_s: float = Field(
+        default=20.0, ge=0.0, le=600.0, description="how long a lost WebRTC call waits to go on"
+    )
     trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
 
 

@@ -121,6 +121,7 @@ async def _load_engine(settings: Settings, paths: _Paths, stack: AsyncExitStack)
         num_threads=settings.llm_threads,
         max_sequences=settings.llm_max_sequences,
         max_context=settings.llm_max_context,
+        native_cache_dir=str(settings.home / "native"),
     )
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)

@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
+from app.api.calls import add_calls
 from app.api.calls_registry import CallsRegistry
 from app.api.chat import chat_router
 from app.api.client_secrets import client_secrets_router
@@ -100,6 +101,14 @@ def create_app(
     app.include_router(models_router(services.engine))
     app.include_router(chat_router(services.engine))
     _add_realtime(app, services, make_session)
+    add_calls(
+        app,
+        services,
+        app.state.connections,
+        app.state.gatekeeper,
+        app.state.calls,
+        make_session,
+    )
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
 

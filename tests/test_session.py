@@ -210,7 +210,7 @@ async def test_no_audio_leaves_after_the_callers_voice() -> None:
         names = c.out.names()
         announced = len(names) - 1 - names[::-1].index("SpeechStarted")
         assert "OutputAudio" not in names[announced:]
-        assert names[announced + 1 :] == ["OutputDone", "ResponseDone", "TurnTraced"]
+        assert names[announced + 1 :] == ["PlaybackCut", "OutputDone", "ResponseDone", "TurnTraced"]
         await c.hear(silence(0.7))
 
 

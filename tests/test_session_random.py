@@ -390,9 +390,8 @@ async def test_a_conversation_at_random(seed: int) -> None:
     async with opened as c:
         hearing = c.session._hearing
         c.clock = c.session._clock = hearing._clock = hearing._transcriber._clock = clock
-        object.__setattr__(c.services, "workers", LateExecutor(rng))
-        c.services.recognition._workers = c.services.workers
-        c.services.recognition._recognizer = RandomRecognizer(rng)  # type: ignore[assignment]
+        object.__setattr__(c.services, "workers", late := LateExecutor(rng))
+        vars(c.services.recognition).update(_workers=late, _recognizer=RandomRecognizer(rng))
         judge = Judge(clock)
         judge.format = output
         c.session._sink = judge

@@ -97,7 +97,7 @@ class RealtimeConnection:
             await self._send_error(self._channel, error, None)
             await self._channel.close(1008, error.code)
             return
-        session = self._make_session(self._services, to_config(self._state.params), self._sink)
+        session = self._make_session(self._services, self._config(), self._sink)
         session_id.set(session.id)
         logger.info(
             "session opened",
@@ -298,7 +298,7 @@ class RealtimeConnection:
 
     async def _update(self, session: Session, event: ev.SessionUpdate) -> None:
         params = self._state.merged(event.session, voice_locked=self._client_heard_voice)
-        await session.update(to_config(params))
+        await session.update(self._config(params))
         self._state.params = params
         self._mapper.speaker = self._speaker()
         await self._send(server_event("session.updated", session=self._session_object(session)))
@@ -371,6 +371,10 @@ class RealtimeConnection:
                 client_event_id=client_event_id,
             ),
         )
+
+    def _config(self, params: SessionParams | None = None) -> SessionConfig:
+        """``params`` (None: those in force) in the conversation's terms."""
+        return to_config(params or self._state.params)
 
     def _session_object(self, session: Session) -> Wire:
         return to_wire(session.id, self._state.params, self._expires_at_s)

@@ -224,6 +224,10 @@ class WireMapper:
         return [self._of_call("delta", event.response_id, event.item_id, delta=event.text)]
 
     @to_wire.register
+    def _(self, event: e.PlaybackCut) -> list[Wire]:
+        return []  # a client that plays the audio itself acts on speech_started, or on its own will
+
+    @to_wire.register
     def _(self, event: e.OutputDone) -> list[Wire]:
         response_id, item = event.response_id, event.item
         shown = item_object(item)

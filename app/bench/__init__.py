@@ -1,1 +1,1 @@
-"""What `parley bench` measures."""
+"""Benchmarks behind `parley bench`: what is measured, against whom, and how it is reported."""

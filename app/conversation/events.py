@@ -240,6 +240,11 @@ class OutputAudio:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaybackCut:
+    """Whatever is being played must fall silent now; comes before the response's own end."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutputArguments:
     """A piece of a call's arguments."""
 
@@ -289,6 +294,7 @@ SessionEvent = (
     | OutputStarted
     | OutputText
     | OutputAudio
+    | PlaybackCut
     | OutputArguments
     | OutputDone
     | ResponseDone

@@ -25,6 +25,7 @@ from app.conversation.events import (
     ItemDone,
     ItemTruncated,
     Part,
+    PlaybackCut,
     ResponseDone,
     Sink,
     SpeechStarted,
@@ -281,6 +282,7 @@ class Session:
             case floor.CutPlayback():
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
+                    await self._sink(PlaybackCut())
             case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
@@ -311,10 +313,12 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
+            await self._sink(PlaybackCut())
             self._hearing.note_silence()
             await asyncio.wait([self._turn_task])
         elif self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
+            await self._sink(PlaybackCut())
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         heard = self._hearing.take(heard_end, self.id)

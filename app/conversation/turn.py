@@ -22,11 +22,11 @@ import numpy as np
 from app.clock import Clock
 from app.conversation.calling import Calling
 from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
-from app.conversation.history import History, shortened
+from app.conversation.history import History, shortened, without_tools
 from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.conversation.tools import choice_after_results
+from app.conversation.tools import Outcome, choice_after_results
 from app.errors import GenerationError, ServiceError, SynthesisError
 from app.observe.trace import TurnTrace
 from audio.errors import AudioError
@@ -199,10 +199,13 @@ class Turn:
     async def _think(self, texts: asyncio.Queue[_Piece | None]) -> None:
         """The model's words, in the pieces in which they will be presented.
 
-        When it calls tools of ours, it is asked again with what they gave back: one round each.
+        When it calls tools of ours, it is asked again with what they gave back: one round each. If
+        it has called often enough, or only asks again what it knows, it must answer in words.
         """
         messages, choice = self.messages, self.config.tool_choice
+        known: dict[tuple[str, str], Outcome] = {}
         max_rounds = self._services.settings.max_tool_rounds
+        may_call = True
         for number in range(max_rounds + 1):
             async with Calling(
                 self._services,
@@ -211,9 +214,10 @@ class Turn:
                 self._output,
                 self._released,
                 part=2 * number,
-                may_run=number < max_rounds,
+                known=known,
+                may_call=may_call,
             ) as calling:
-                await self._read(messages, calling, texts)
+                await self._read(messages if may_call else without_tools(messages), calling, texts)
                 if not calling.calls:
                     break
                 results = await calling.results(self._clock, partial(self._say_filler, texts))
@@ -221,6 +225,7 @@ class Turn:
                 if results is None:
                     break
             messages, choice = [*messages, *results], choice_after_results(choice)
+            may_call = number + 1 < max_rounds and calling.brought_news
         await texts.put(None)
 
     async def _read(
