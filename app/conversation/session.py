@@ -48,7 +48,6 @@ from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
-from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
@@ -162,7 +161,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and means_to_stop(self._hearing.told, self._reply):
+        if new and self._dialog.is_held and self._hearing.means_to_stop(self._turn):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -457,7 +456,9 @@ class Session:
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(floor.InterruptionJudged(means_to_stop(words, self._reply)))
+            await self._feed(
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._turn, words))
+            )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
@@ -478,10 +479,6 @@ class Session:
         await warm(services.engine, said)
 
     # --- helpers ---
-
-    @property
-    def _reply(self) -> str:
-        return self._turn.text if self._turn is not None else ""
 
     def _prompt(self) -> list[ChatMessage]:
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
