@@ -24,12 +24,13 @@ from app.conversation.budget import BudgetedChunker, TurnBudget
 from app.conversation.calling import Calling
 from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
 from app.conversation.history import History, shortened, without_tools
+from app.conversation.outcome import outcome_of
 from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tools import Outcome, choice_after_results
 from app.errors import GenerationError, ServiceError, SynthesisError, TurnTimeoutError
-from app.observe.trace import TurnOutcome, TurnTrace
+from app.observe.trace import TurnTrace
 from audio.errors import AudioError
 from audio.frame import Samples
 from audio.resample import StreamResampler
@@ -492,16 +493,6 @@ class Turn:
             trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
         trace.facts["playout_gap_ms"] = self._output.playout.gap_ns / 1e6
         trace.facts["reply_audio_s"] = self._output.audio_s
-        trace.end(self._outcome(), self._clock.now_ns(), self.response.reason or "")
-
-    def _outcome(self) -> TurnOutcome:
-        match self.response.status:
-            case "completed":
-                return "answered" if self.trace.reply.strip() else "silent"
-            case "incomplete":
-                return "incomplete"
-            case "failed":
-                return "timed_out" if self.response.reason == TurnTimeoutError.code else "failed"
-            case _:  # cancelled, or in progress when the call ended
-                by_voice = self.response.reason == "turn_detected"
-                return "interrupted" if by_voice else "cancelled"
+        trace.end(
+            outcome_of(self.response, trace.reply), self._clock.now_ns(), self.response.reason or ""
+        )
