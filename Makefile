@@ -58,9 +58,9 @@ clean: ## remove .venv, caches and build output; models and data in PARLEY_HOME 
 
 # --- installing -----------------------------------------------------------------------------------
 
-$(STAMP)-run: EXTRAS := speech
-$(STAMP)-test: EXTRAS := speech,test
-$(STAMP)-check: EXTRAS := speech,test,dev
+$(STAMP)-run: EXTRAS := speech,webrtc
+$(STAMP)-test: EXTRAS := speech,webrtc,test
+$(STAMP)-check: EXTRAS := speech,webrtc,test,dev
 
 $(STAMP)-run $(STAMP)-test $(STAMP)-check: $(STAMP)-venv
 	@# PYTHONWARNINGS: setuptools greets every editable install with a banner of exclamation marks.

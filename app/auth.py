@@ -6,10 +6,14 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
+from app.client_secrets import PREFIX as SECRET_PREFIX
+from app.client_secrets import ClientSecretStore
 from app.config import Settings
 from app.errors import ClientError
 
@@ -36,20 +40,53 @@ class HostError(ClientError):
     code = "host_not_allowed"
 
 
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a request may do.
+
+    ``owner`` stands for the key that it came with (a digest; the same for all where no key is asked
+    for; then ``has_key`` is False). ``session``: the configuration bound to a client secret, as
+    JSON values.
+    """
+
+    owner: str
+    has_key: bool = True
+    session: dict[str, Any] = field(default_factory=dict)
+
+
+_ANYONE = Grant("anyone", has_key=False)
+
+
 class Gatekeeper:
     """Checks a request before anything is done for it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, client_secrets: ClientSecretStore | None = None) -> None:
+        self.client_secrets = client_secrets or ClientSecretStore()
         self._digests = [_digest(key) for key in settings.api_keys]
         self._origins = {_normal(origin) for origin in settings.allowed_origins}
         self._any_origin = "*" in settings.allowed_origins
         self._hosts = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
         self._any_host = "*" in settings.allowed_hosts
 
-    def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> None:
-        """Raises AuthenticationError or OriginError."""
+    def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Grant:
+        """For holders of an API key. Raises AuthenticationError or OriginError."""
         self._check_origin(headers)
-        self._check_key(headers.get("authorization", ""), subprotocols)
+        return self._check_key(_keys_in(headers, subprotocols))
+
+    def check_caller(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Grant:
+        """For whoever wants to open a session: with an API key, or with a client secret.
+
+        Raises AuthenticationError or OriginError.
+        """
+        self._check_origin(headers)
+        keys = _keys_in(headers, subprotocols)
+        secret = next((key for key in keys if key.startswith(SECRET_PREFIX)), None)
+        if secret is None:
+            return self._check_key(keys)
+        record = self.client_secrets.find(secret)
+        if record is None:
+            raise AuthenticationError("The client secret is not valid, or has expired.")
+        return Grant(record.owner, record.owner != _ANYONE.owner, record.session)
 
     def check_host(self, headers: Headers) -> None:
         """Raises HostError for a name that is neither local, nor an address, nor configured.
@@ -66,23 +103,18 @@ class Gatekeeper:
                 "adds the name to PARLEY_ALLOWED_HOSTS."
             )
 
-    def _check_key(self, authorization: str, subprotocols: Iterable[str]) -> None:
+    def _check_key(self, keys: list[str]) -> Grant:
         if not self._digests:
-            return
-        scheme, _, key = authorization.partition(" ")
-        given = [key.strip()] if scheme.lower() == "bearer" and key.strip() else []
-        given += [
-            name.removeprefix(_KEY_SUBPROTOCOL)
-            for name in subprotocols
-            if name.startswith(_KEY_SUBPROTOCOL)
-        ]
-        if not given:
+            return _ANYONE
+        if not keys:
             raise AuthenticationError(
                 "No API key was given. Send it as 'Authorization: Bearer KEY', or from a browser "
                 f"as the subprotocol '{_KEY_SUBPROTOCOL}KEY'."
             )
-        if not any(self._is_known(candidate) for candidate in given):
+        known = next((key for key in keys if self._is_known(key)), None)
+        if known is None:
             raise AuthenticationError("The API key is not valid.")
+        return Grant(_digest(known).hex()[:16])
 
     def _is_known(self, candidate: str) -> bool:
         """Takes the same time whichever key matches, and however much of one does."""
@@ -103,6 +135,16 @@ class Gatekeeper:
         if host and host == headers.get("host", "").lower():
             return
         raise OriginError(f"Pages of {origin[:200]!r} may not connect to this server.")
+
+
+def _keys_in(headers: Headers, subprotocols: Iterable[str]) -> list[str]:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    keys = [key.strip()] if scheme.lower() == "bearer" and key.strip() else []
+    return keys + [
+        name.removeprefix(_KEY_SUBPROTOCOL)
+        for name in subprotocols
+        if name.startswith(_KEY_SUBPROTOCOL)
+    ]
 
 
 def _is_address(host: str) -> bool:

@@ -50,6 +50,8 @@ class Settings(BaseSettings):
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535, description="0 lets the system choose")
+    tls_cert: Path | None = Field(default=None, description="certificate chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="its private key (PEM)")
     api_keys: Names = Field(default=(), repr=False, description="empty: no key is asked for")
     allowed_origins: Names = Field(
         default=(), description="browser origins besides our own; '*' allows any"
@@ -61,6 +63,9 @@ class Settings(BaseSettings):
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
         "info"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="json: one object a line, for log collectors"
     )
     log_transcripts: bool = Field(default=False, description="write what callers say to the log")
 
@@ -83,14 +88,35 @@ class Settings(BaseSettings):
     )
     max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
+    turn_detection: Literal["server_vad", "semantic_vad"] = Field(
+        default="semantic_vad",
+        description="how turns end in sessions that do not say it: by what was said, or by silence",
+    )
+    tools: str | None = Field(
+        default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"
+    )
+    tool_filler: str = Field(
+        default="One moment.", description="said while a tool takes long; empty: nothing"
+    )
+    tool_filler_ms: int = Field(default=800, ge=0, le=60_000)
+    max_tool_rounds: int = Field(
+        default=4, ge=1, le=32, description="how often one answer may call the server's own tools"
+    )
+
     vad_threshold: float = Field(default=0.5, gt=0.0, lt=1.0)
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
     vad_silence_ms: int = Field(default=500, ge=100, le=10_000)
     eager_silence_ms: int = Field(
-        default=96, ge=30, le=10_000, description="silence after which a transcript is tried"
+        default=64, ge=30, le=10_000, description="silence after which a transcript is tried"
     )
     eager_reply: bool = Field(
         default=True, description="begin the answer before the end of the turn is certain"
+    )
+    eager_max_generating: int = Field(
+        default=2, ge=1, description="with so many answers in the making none is begun in hope"
+    )
+    partial_transcripts: bool = Field(
+        default=True, description="transcribe while the caller speaks, when there is time"
     )
     max_turn_s: float = Field(default=60.0, ge=1.0, le=600.0)
     playout_lead_ms: int = Field(
@@ -98,8 +124,37 @@ class Settings(BaseSettings):
     )
 
     max_sessions: int = Field(default=16, ge=1)
-    max_message_bytes: int = Field(default=24 * 1024 * 1024, ge=64 * 1024)
+    max_sessions_per_minute: int = Field(
+        default=240, ge=1, description="new sessions of one key, or of one address without keys"
+    )
+    max_messages_per_s: int = Field(
+        default=1000,
+        ge=50,
+        description="of one key, 16 KiB counted as one; more is read later",
+    )
+    max_message_bytes: int = Field(
+        default=16 * 1024 * 1024,
+        ge=64 * 1024,
+        description="a larger message closes the connection; the API allows 15 MiB of audio",
+    )
+    max_session_s: float = Field(default=3600.0, ge=1.0, description="a session ends after so long")
+    drain_timeout_s: float = Field(
+        default=10.0, ge=0.0, description="how long turns may run on when the server is stopped"
+    )
     idle_timeout_s: float = Field(default=600.0, ge=1.0, description="without a client message")
+    ice_servers: Names = Field(
+        default=(),
+        description="stun:HOST:PORT and turn:HOST:PORT for WebRTC; none is needed where callers "
+        "reach this machine directly",
+    )
+    ice_username: str = Field(default="", description="of the TURN server")
+    ice_credential: str = Field(default="", repr=False, description="of the TURN server")
+    public_address: str | None = Field(
+        default=None, description="the IPv4 address under which a NAT shows this machine to callers"
+    )
+    resume_window_s: float = Field(
+        default=20.0, ge=0.0, le=600.0, description="how long a lost WebRTC call waits to go on"
+    )
     trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
 
 

@@ -113,13 +113,12 @@ class Engine:
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
         self._make.check(params)
-        reply_len = self._make.reply_len(params)
-        prompt = self._make.prompt(messages, options.overflow, reply_len)
+        reply_len, continues = self._make.reply_len(params), params.continue_last
         prompt, downgrades = choose(
             options.downgrades,
             Outlook(lambda p: self._first_token_ns(p, options), self._clock(), options.deadline_ns),
-            prompt,
-            lambda: self._make.last_turn(messages, reply_len),
+            self._make.prompt(messages, options.overflow, reply_len, continues_last=continues),
+            lambda: self._make.last_turn(messages, reply_len, continues_last=continues),
         )
         if "shorter_answer" in downgrades:
             max_tokens = min(params.max_tokens, SHORT_ANSWER_TOKENS)
@@ -238,6 +237,8 @@ class Engine:
         then over."""
         request = self._draft(request_id)
         try:
+            if params.continue_last:
+                raise InvalidRequestError("continue_last: a draft ends with the reply's header")
             request.generation = self._make.generation(
                 request.sequence, params, received_ns=received_ns
             )

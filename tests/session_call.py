@@ -28,10 +28,11 @@ class Call:
 
     def __init__(self, engine: ScriptedEngine, *texts: str, **changes: Any) -> None:
         settings = changes.pop("settings", {})
+        tools = changes.pop("server", None)
         self.engine = engine
         self.recognizer = ScriptedRecognizer(*texts)
         self.synthesizer = ToneSynthesizer()
-        self.services = fake_services(engine, self.recognizer, self.synthesizer, **settings)
+        self.services = fake_services(engine, self.recognizer, self.synthesizer, tools, **settings)
         self.clock = ManualClock()
         self.out = Recorder()
         config = SessionConfig(**{"instructions": "Be brief.", "send_traces": True, **changes})

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from app.api.chat_request import Chat, parse_chat
+from app.api.chat_request import Chat, ChatRequest, parse_chat
 from app.errors import ClientError
 from llm_core import (
     ChatMessage,
@@ -309,3 +311,31 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
         parse_chat(body, 1000)
     assert refused.value.code == "invalid_json"
     assert len(refused.value.message) < 200
+
+
+FIELDS = [field.alias or name for name, field in ChatRequest.model_fields.items()]
+WORDS = ("type", "function", "name", "role", "content", "text", "user", "tool", "json_schema", "a")
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(WORDS)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+@settings(max_examples=400, deadline=None)
+def test_no_json_brings_the_server_down(fields: dict[str, Any]) -> None:
+    """Whatever is in it, a request is understood or refused in words."""
+    try:
+        chat = parse(**fields)
+    except ClientError as error:
+        assert error.message and error.param
+    else:
+        assert chat.messages

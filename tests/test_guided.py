@@ -123,6 +123,10 @@ def test_calls_or_json() -> None:
         assert not fits(guide, "hello", tool_format)
 
 
+def test_remarks_may_be_long() -> None:
+    assert fits(schema(type="integer", description="x" * 5000, title="y" * 2000), "5")
+
+
 def test_keywords_that_cannot_be_enforced() -> None:
     value = json.dumps({"type": "integer", "not": {"const": 3}})
     assert fits(JsonGuide(schema=value, strict=False), "3")
@@ -157,7 +161,10 @@ def test_calls_of_llama() -> None:
         (schema(enum=["x" * MAX_GUIDE_CHARS]), f"schema: .*{MAX_GUIDE_CHARS}"),
         (RegexGuide(pattern="("), "regex: "),
         (RegexGuide(pattern=""), "regex: "),
-        (RegexGuide(pattern="a" * (MAX_GUIDE_CHARS + 1)), f"regex: .*{MAX_GUIDE_CHARS}"),
+        (RegexGuide(pattern="a" * 1001), "regex: .*1000 characters, got 1001"),
+        (schema(type="string", pattern="a" * 1001), "schema: .*1000 characters, got 1001"),
+        (schema(properties={"a" * 1001: {}}), "schema: .*1000 characters, got 1001"),
+        (ChoiceGuide(options=("a", "b" * 1001)), "choice: .*1000"),
         (ChoiceGuide(options=()), "choice: "),
         (ChoiceGuide(options=("a", "")), "choice: "),
         (ChoiceGuide(options=("a",) * 1001), "choice: "),
@@ -180,6 +187,8 @@ def test_what_cannot_be_a_guide_is_refused_with_a_reason(guide: Guide, message: 
         schema(enum=[f"value {i}" for i in range(2000)]),
         schema(type="string", pattern="([a-z]{1,500}){1,500}"),
         RegexGuide(pattern="(a|b)*a(a|b){200}"),
+        RegexGuide(pattern="a?" * 333 + "a" * 333),
+        schema(type="array", items={"const": "a" * 1000}),
         schema(type="array", items={"type": "integer"}, minItems=1_000_000),
     ],
 )

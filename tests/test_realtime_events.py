@@ -13,6 +13,8 @@ from app.api.realtime_events import (
     EVENT_TYPES,
     MAX_AUDIO_CHARS,
     AudioAppend,
+    FunctionCallItem,
+    FunctionOutputItem,
     ItemCreate,
     ResponseCreate,
     event_id_of,
@@ -181,7 +183,7 @@ def test_parts_by_role() -> None:
         (
             {
                 "type": "conversation.item.create",
-                "item": {"type": "function_call_output", "call_id": "c", "output": "1"},
+                "item": {"type": "mcp_approval_response", "approve": True},
             },
             "item.type",
         ),
@@ -190,6 +192,19 @@ def test_parts_by_role() -> None:
 def test_what_is_not_offered_in_items(event: dict[str, Any], param: str) -> None:
     error = refused(event)
     assert (error.code, error.param) == ("unsupported_value", param)
+
+
+def test_calls_and_their_outputs_as_items() -> None:
+    for item, kind in (
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, FunctionCallItem),
+        ({"type": "function_call_output", "call_id": "c", "output": "1"}, FunctionOutputItem),
+    ):
+        event = parse_event({"type": "conversation.item.create", "item": item})
+        assert isinstance(event, ItemCreate)
+        assert isinstance(event.item, kind)
+    bad = {"type": "function_call_output", "call_id": "c", "output": 5}
+    error = refused({"type": "conversation.item.create", "item": bad})
+    assert (error.code, error.param) == ("invalid_type", "item.output")
 
 
 def test_item_ids_and_roles() -> None:
@@ -225,14 +240,47 @@ def test_response_parameters() -> None:
     assert event.response.max_output_tokens == 12
 
 
+_IN, _TOOL = "response.input[0]", "response.tools[0]"
+FUNCTION = {"type": "function", "name": "weather"}
+WRONG_PART = {
+    "type": "message",
+    "role": "user",
+    "content": [{"type": "output_text", "text": "x"}],
+}
+
+
 @pytest.mark.parametrize(
     ("response", "code", "param"),
     [
-        ({"conversation": "none"}, "unsupported_value", "response.conversation"),
-        ({"input": []}, "unsupported_value", "response.input"),
-        ({"tools": [{"type": "function"}]}, "unsupported_value", "response.tools"),
-        ({"tool_choice": "required"}, "unsupported_value", "response.tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "unsupported_value", "response.tool_choice"),
+        ({"conversation": "conv_1"}, "unsupported_value", "response.conversation"),
+        ({"input": {}}, "invalid_type", "response.input"),
+        ({"input": [{"type": "item_reference"}]}, "missing_required_parameter", f"{_IN}.id"),
+        ({"input": [{"type": "mcp_call"}]}, "unsupported_value", f"{_IN}.type"),
+        ({"input": [{"type": "painting"}]}, "invalid_value", f"{_IN}.type"),
+        ({"input": [{"id": "i"}]}, "missing_required_parameter", f"{_IN}.type"),
+        ({"input": [WRONG_PART]}, "invalid_value", f"{_IN}.content[0].type"),
+        (
+            {"tools": [{"type": "function"}]},
+            "missing_required_parameter",
+            "response.tools[0].name",
+        ),
+        ({"tools": [{"type": "mcp"}]}, "unsupported_value", "response.tools[0].type"),
+        ({"tools": [FUNCTION | {"name": "no spaces"}]}, "invalid_value", f"{_TOOL}.name"),
+        ({"tools": [FUNCTION | {"strict": True}]}, "unknown_parameter", f"{_TOOL}.strict"),
+        (
+            {"tools": [FUNCTION | {"parameters": {"type": "array"}}]},
+            "invalid_value",
+            f"{_TOOL}.parameters",
+        ),
+        (
+            {"tools": [FUNCTION | {"parameters": {"description": "x" * 70_000}}]},
+            "invalid_value",
+            f"{_TOOL}.parameters",
+        ),
+        ({"tools": [FUNCTION] * 129}, "array_above_max_length", "response.tools"),
+        ({"tool_choice": "perhaps"}, "invalid_value", "response.tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "invalid_value", "response.tool_choice"),
+        ({"tool_choice": {"type": "mcp"}}, "unsupported_value", "response.tool_choice"),
         ({"max_output_tokens": 0}, "integer_below_min_value", "response.max_output_tokens"),
         ({"max_output_tokens": 5000}, "integer_above_max_value", "response.max_output_tokens"),
         ({"max_output_tokens": "many"}, "invalid_value", "response.max_output_tokens"),

@@ -12,6 +12,7 @@ import pytest
 
 from app.api.realtime import RealtimeConnection, decode_base64
 from app.conversation import events as e
+from app.conversation.requests import ResponseRequest
 from app.conversation.session import Session
 from app.errors import ClientError, GenerationError
 from app.transports.base import ChannelClosed
@@ -90,12 +91,7 @@ async def test_each_event_reaches_the_session() -> None:
             ("truncate_item", "i2", 0, 30),
             (
                 "create_response",
-                {
-                    "modality": "text",
-                    "instructions": None,
-                    "max_output_tokens": None,
-                    "metadata": None,
-                },
+                ResponseRequest(modality="text"),
             ),
             ("cancel_response", None),
             ("get_item", "i9"),
@@ -109,7 +105,8 @@ async def test_updates_reach_the_session_and_are_shown() -> None:
         assert updated["session"]["instructions"] == "Sing."
         assert session.config.instructions == "Sing."
         error = await channel.refused("session.update", session={"tools": [{}]})
-        assert (error["code"], error["param"]) == ("unsupported_value", "session.tools")
+        assert error["code"] == "missing_required_parameter"
+        assert error["param"] == "session.tools[0].type"
         assert session.config.instructions == "Sing."
 
 
@@ -125,6 +122,8 @@ async def test_a_session_that_refuses_an_update_keeps_the_old_state() -> None:
 async def test_the_voice_is_locked_by_the_first_audio() -> None:
     async with connected() as (channel, session):
         await session.sink(e.ResponseStarted(e.Response("r", "audio")))
+        item = e.Item("i", "assistant", [e.Part("output_audio", "")], "in_progress")
+        await session.sink(e.OutputStarted("r", item, None))
         await session.sink(e.OutputAudio("r", "i", b"\0\0"))
         await channel.until("response.output_audio.delta")
         voice_update = {"audio": {"output": {"voice": "ash"}}}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from app.api.realtime_events import SessionUpdate, parse_event
-from app.api.realtime_session import Names, SessionState, to_config, to_wire
+from app.api.realtime_names import Names
+from app.api.realtime_session import SessionState, to_config, to_wire
 from app.config import Settings
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
@@ -110,6 +111,43 @@ def test_updates_merge_and_clear() -> None:
     assert wire(now)["audio"]["input"]["transcription"]["model"] == "whisper-tiny.en"
 
 
+def detection(current: SessionState) -> dict[str, Any]:
+    shown: dict[str, Any] = wire(current)["audio"]["input"]["turn_detection"]
+    return shown
+
+
+def test_the_kind_of_turn_detection_changes_as_a_whole() -> None:
+    now = updated(
+        state(),
+        audio={"input": {"turn_detection": {"threshold": 0.7, "create_response": False}}},
+    )
+    update = {"type": "semantic_vad", "eagerness": "low"}
+    updated(now, audio={"input": {"turn_detection": update}})
+    assert detection(now) == update | {"create_response": True, "interrupt_response": True}
+    updated(now, audio={"input": {"turn_detection": {"interrupt_response": False}}})
+    assert to_config(now.params).turn_detection == TurnDetection(
+        kind="semantic_vad", silence_duration_ms=450, eagerness="low", interrupt_response=False
+    )
+    updated(
+        now, audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}}
+    )
+    assert detection(now) == {
+        "type": "server_vad",
+        "threshold": 0.5,
+        "prefix_padding_ms": 300,
+        "silence_duration_ms": 450,
+        "create_response": True,
+        "interrupt_response": True,
+        "idle_timeout_ms": 5000,
+    }
+
+
+def test_noise_reduction_is_taken_and_what_is_in_effect_is_shown() -> None:
+    now = updated(state(), audio={"input": {"noise_reduction": {"type": "near_field"}}})
+    assert to_config(now.params).noise_reduction == "near_field"
+    assert wire(now)["audio"]["input"]["noise_reduction"] is None
+
+
 def test_formats() -> None:
     now = updated(
         state(),
@@ -159,6 +197,16 @@ def test_names_of_openai_stand_for_what_is_loaded() -> None:
             "unsupported_value",
             "session.audio.input.transcription.language",
         ),
+        (
+            {"audio": {"input": {"turn_detection": {"type": "semantic_vad", "threshold": 0.4}}}},
+            "unknown_parameter",
+            "session.audio.input.turn_detection.threshold",
+        ),
+        (
+            {"audio": {"input": {"turn_detection": {"eagerness": "low"}}}},
+            "unknown_parameter",
+            "session.audio.input.turn_detection.eagerness",
+        ),
     ],
 )
 def test_names_that_are_not_here(session: dict[str, Any], code: str, param: str) -> None:
@@ -185,9 +233,23 @@ _INPUT, _OUTPUT = "session.audio.input", "session.audio.output"
         ({"input_audio_format": "pcm16"}, "unknown_parameter", "session.input_audio_format"),
         ({"instructions": 5}, "invalid_type", "session.instructions"),
         ({"instructions": "x" * 100_001}, "string_above_max_length", "session.instructions"),
-        ({"tools": [{"type": "function"}]}, "unsupported_value", "session.tools"),
-        ({"truncation": "disabled"}, "unsupported_value", "session.truncation"),
-        ({"tracing": "auto"}, "unsupported_value", "session.tracing"),
+        (
+            {"tools": [{"type": "function"}]},
+            "missing_required_parameter",
+            "session.tools[0].name",
+        ),
+        ({"truncation": "half"}, "invalid_value", "session.truncation"),
+        (
+            {"truncation": {"type": "retention_ratio", "retention_ratio": 0}},
+            "invalid_value",
+            "session.truncation",
+        ),
+        (
+            {"truncation": {"type": "retention_ratio", "token_limits": {}}},
+            "unsupported_value",
+            "session.truncation",
+        ),
+        ({"tracing": "always"}, "invalid_value", "session.tracing"),
         ({"prompt": {"id": "p"}}, "unsupported_value", "session.prompt"),
         ({"audio": None}, "invalid_type", "session.audio"),
         ({"parley": {"trace": "yes"}}, "invalid_type", "session.parley.trace"),
@@ -208,22 +270,23 @@ _INPUT, _OUTPUT = "session.audio.input", "session.audio.output"
             f"{_INPUT}.format.rate",
         ),
         (
-            {"audio": {"input": {"noise_reduction": {"type": "near_field"}}}},
-            "unsupported_value",
-            f"{_INPUT}.noise_reduction",
+            {"audio": {"input": {"noise_reduction": {"type": "loud"}}}},
+            "invalid_value",
+            f"{_INPUT}.noise_reduction.type",
         ),
         (
-            {"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}},
-            "unsupported_value",
+            {"audio": {"input": {"turn_detection": {"type": "telepathy"}}}},
+            "invalid_value",
             f"{_INPUT}.turn_detection.type",
         ),
         (
-            {
-                "audio": {
-                    "input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}
-                }
-            },
-            "unsupported_value",
+            {"audio": {"input": {"turn_detection": {"eagerness": "extreme"}}}},
+            "invalid_value",
+            f"{_INPUT}.turn_detection.eagerness",
+        ),
+        (
+            {"audio": {"input": {"turn_detection": {"idle_timeout_ms": 4999}}}},
+            "integer_below_min_value",
             f"{_INPUT}.turn_detection.idle_timeout_ms",
         ),
         (

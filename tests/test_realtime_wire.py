@@ -222,7 +222,7 @@ def test_running_responses_are_forgotten_when_they_end() -> None:
         response = e.Response(f"resp_{number}", "audio")
         to.to_wire(e.ResponseStarted(response))
         to.to_wire(e.ResponseDone(response))
-    assert not to._is_spoken
+    assert not to._running
 
 
 def test_an_event_nobody_mapped_is_a_fault() -> None:

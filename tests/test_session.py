@@ -19,6 +19,7 @@ from app.conversation.events import (
     TranscriptionCompleted,
     TurnTraced,
 )
+from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
 from llm_core import ChatMessage, EngineDiedError
@@ -167,7 +168,7 @@ async def test_a_typed_question_is_spoken_or_written() -> None:
         await c.clock.advance(3)
         assert c.out.of(OutputAudio)
         c.out.events.clear()
-        await c.session.create_response(modality="text")
+        await c.session.create_response(ResponseRequest(modality="text"))
         await c.clock.advance(1)
         assert not c.out.of(OutputAudio)
         item = c.out.of(OutputDone)[0].item
@@ -209,7 +210,7 @@ async def test_no_audio_leaves_after_the_callers_voice() -> None:
         names = c.out.names()
         announced = len(names) - 1 - names[::-1].index("SpeechStarted")
         assert "OutputAudio" not in names[announced:]
-        assert names[announced + 1 :] == ["OutputDone", "ResponseDone", "TurnTraced"]
+        assert names[announced + 1 :] == ["PlaybackCut", "OutputDone", "ResponseDone", "TurnTraced"]
         await c.hear(silence(0.7))
 
 

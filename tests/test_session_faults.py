@@ -17,6 +17,7 @@ from app.conversation.events import (
     TranscriptionFailed,
     TurnTraced,
 )
+from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import SessionConfig
 from app.conversation.warm_up import warm_up
 from app.errors import ClientError, ServiceError
@@ -47,8 +48,8 @@ async def test_ten_minutes_of_silence_are_not_kept() -> None:
     async with call(ScriptedEngine()) as c:
         for _ in range(60):
             await c.session.append_audio(silence(10), c.clock.now_ns())
-        assert c.session._listener.kept_samples <= 7 * 16_000
-        assert len(c.session._listener._arrivals) <= 100
+        assert c.session._hearing.listener.kept_samples <= 7 * 16_000
+        assert len(c.session._hearing.listener._arrivals) <= 100
         assert c.out.events == []
 
 
@@ -128,7 +129,7 @@ async def test_an_unknown_error_is_logged_not_told(caplog: pytest.LogCaptureFixt
 
 async def test_the_token_limit_is_reported() -> None:
     async with call(ScriptedEngine(LONG)) as c:
-        await c.session.create_response(max_output_tokens=3)
+        await c.session.create_response(ResponseRequest(max_output_tokens=3))
         await c.clock.advance(3)
         response = c.out.of(ResponseDone)[0].response
         assert (response.status, response.reason) == ("incomplete", "max_output_tokens")

@@ -14,6 +14,7 @@ from app.conversation.events import (
     SpeechStarted,
     TurnTraced,
 )
+from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
 from llm_core import PromptTooLongError
@@ -29,7 +30,7 @@ async def test_a_request_that_was_cancelled_leaves_nothing_behind() -> None:
     async with call(ScriptedEngine("One two three four."), "First", "Second") as c:
         await c.session.append_audio(voice(0.3), c.clock.now_ns())
         await c.session.commit_audio()
-        await c.session.create_response("text", "PIRATE", 3, {"a": "b"})
+        await c.session.create_response(ResponseRequest("text", "PIRATE", 3, {"a": "b"}))
         await c.session.cancel_response()
         await c.clock.advance(1)
         assert c.out.of(ResponseStarted) == []

@@ -20,6 +20,7 @@ from app.conversation.events import (
     SessionEvent,
     TranscriptionFailed,
 )
+from app.conversation.requests import ResponseRequest
 from app.transports.base import ChannelClosed
 from app.transports.websocket import WebSocketChannel
 from audio.errors import AudioError
@@ -48,7 +49,7 @@ async def test_cancelled_in_the_round_in_which_it_was_asked_for(modality: Any) -
     async with call(ScriptedEngine(LONG)) as c:
 
         async def ask_and_cancel() -> None:  # two events in one packet
-            await c.session.create_response(modality=modality)
+            await c.session.create_response(ResponseRequest(modality=modality))
             await c.session.cancel_response()
 
         await soon(ask_and_cancel())
@@ -156,13 +157,13 @@ async def test_a_cancelled_reply_is_not_owed_any_more() -> None:
     async with call(engine, "Hello?", "") as c:
         engine.gate.clear()
         await c.ask()
-        transcribe, may_hear = c.session._transcriber.transcribe, asyncio.Event()
+        settled, may_hear = c.session._hearing._transcriber._settled, asyncio.Event()
 
-        async def later(samples: Any) -> Any:
+        async def later(job: Any) -> Any:
             await may_hear.wait()
-            return await transcribe(samples)
+            return await settled(job)
 
-        c.session._transcriber.transcribe = later  # type: ignore[method-assign]
+        c.session._hearing._transcriber._settled = later  # type: ignore[method-assign]
         await c.hear(voice(0.2) + silence(0.7))  # a clap while it is thinking
         await c.session.cancel_response()
         may_hear.set()

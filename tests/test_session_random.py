@@ -28,6 +28,7 @@ from app.conversation.events import (
     SessionEvent,
     TurnTraced,
 )
+from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat, encode
@@ -317,9 +318,11 @@ class Driver:
     async def respond(self) -> None:
         await self.within_bounds(
             self.c.session.create_response(
-                modality=self.rng.choice((None, None, "text", "audio")),
-                instructions=self.rng.choice((None, "Be kind.", "")),
-                max_output_tokens=self.rng.choice((None, None, 3)),
+                ResponseRequest(
+                    modality=self.rng.choice((None, None, "text", "audio")),
+                    instructions=self.rng.choice((None, "Be kind.", "")),
+                    max_output_tokens=self.rng.choice((None, None, 3)),
+                )
             )
         )
 
@@ -385,10 +388,11 @@ async def test_a_conversation_at_random(seed: int) -> None:
     output = rng.choice(FORMATS)
     opened, clock = random_call(rng, output, settings={"eager_reply": rng.random() < 0.8})
     async with opened as c:
-        c.clock = c.session._clock = c.session._transcriber._clock = clock
+        c.clock = c.session._clock = clock
+        c.session._hearing._clock = c.session._hearing._transcriber._clock = clock
         object.__setattr__(c.services, "workers", LateExecutor(rng))
-        c.session._transcriber._workers = c.services.workers
-        c.session._transcriber._recognizer = RandomRecognizer(rng)  # type: ignore[assignment]
+        c.services.recognition._workers = c.services.workers
+        c.services.recognition._recognizer = RandomRecognizer(rng)  # type: ignore[assignment]
         judge = Judge(clock)
         judge.format = output
         c.session._sink = judge

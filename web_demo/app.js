@@ -1,50 +1,59 @@
 /**
- * The talk page: a button, a conversation, and where the time of the last turn went.
+ * The talk page: a button, a conversation, and where the time of each turn went.
  */
 
-import { Connection, ConnectionError } from "./connection.js";
 import { Conversation } from "./conversation.js";
+import { openLine } from "./line.js";
+import { LiveTurn } from "./live-turn.js";
 import { INSECURE, Microphone, MicrophoneError, canListen } from "./microphone.js";
 import { NoticeView } from "./notice-view.js";
+import { find } from "./page.js";
 import { toBase64 } from "./pcm.js";
 import { Player } from "./player.js";
+import { PushToTalk } from "./push-to-talk.js";
+import { RemotePlayer } from "./remote-player.js";
+import { SettingsView, sessionChanges } from "./settings.js";
+import { StateView } from "./state-view.js";
 import { TranscriptView } from "./transcript-view.js";
 import { WaterfallView } from "./waterfall-view.js";
 
+/** @typedef {import("./connection.js").ConnectionError} ConnectionError */
+
 /** Seconds before each further attempt to reach the server. */
 const RETRY_AFTER_S = [1, 2, 4, 8, 15];
-const METER_EVERY_MS = 60;
+const HOLD = "Hold the button to interrupt";
+const SPEAK = "Speak to interrupt";
 
 class TalkPage {
   constructor() {
     /** @type {AudioContext | null} */
     this.context = null;
-    /** @type {Player | null} */
+    /** @type {Player | null} of audio that comes in messages */
     this.player = null;
+    /** @type {RemotePlayer | null} of audio that comes on a track */
+    this.remote = null;
     /** @type {Microphone | null} */
     this.microphone = null;
-    /** @type {Connection | null} */
+    /** @type {import("./line.js").Line | null} */
     this.connection = null;
     /** @type {Promise<void> | null} */
     this.connecting = null;
     this.apiKey = "";
     this.isMuted = false;
+    this.isMending = false;
     this.numRetries = 0;
     this.numAttempts = 0;
     this.retryTimer = 0;
     this.isStarting = false;
     /** Typed while there was no line. @type {string[]} */
     this.unsent = [];
-    this.meteredAt = 0;
 
-    this.orb = find("orb");
-    this.startButton = find("start");
-    this.muteButton = find("mute");
-    this.interruptButton = find("interrupt");
     this.messageBox = /** @type {HTMLInputElement} */ (find("message"));
-
+    this.view = new StateView();
     this.transcript = new TranscriptView(find("log"), find("empty"));
     this.waterfall = new WaterfallView(document);
+    this.turn = new LiveTurn((marks, ms, isOver) => this.waterfall.live(marks, ms, isOver));
+    this.settings = new SettingsView(document, (now, before) => this.settingsChanged(now, before));
     this.notice = new NoticeView(document, {
       onRetry: () => void this.connect(),
       onKey: (key) => {
@@ -56,12 +65,20 @@ class TalkPage {
     this.conversation = new Conversation({
       transcript: this.transcript,
       send: (event) => this.connection?.send(event) ?? "",
-      player: () => this.player,
+      player: () => (this.serverPlays ? null : this.player),
+      serverPlays: () => this.serverPlays,
+      silence: () => this.remote?.silence(),
+      hasSound: () => this.player !== null,
       onTrace: (turn) => this.waterfall.show(turn),
       onError: (message) => this.notice.show("The server could not do that", message),
       // Nobody hears it, so a screen reader should say it.
-      onSilentAnswer: (text) => this.announce(text),
+      onSilentAnswer: (text) => this.view.announce(text),
       onChange: () => this.showState(),
+    });
+    this.push = new PushToTalk(find("push"), {
+      begin: () => this.beginToSpeak(),
+      end: () => this.endSpeaking(),
+      idle: () => this.connection?.send({ type: "input_audio_buffer.clear" }),
     });
     /** @type {Promise<AudioContext | null> | null} */
     this.audio = this.prepareAudio();
@@ -72,12 +89,12 @@ class TalkPage {
   }
 
   listenToPage() {
-    this.startButton.addEventListener("click", () => {
+    find("start").addEventListener("click", () => {
       if (this.microphone || this.retryTimer) this.stop();
       else void this.start();
     });
-    this.muteButton.addEventListener("click", () => this.toggleMute());
-    this.interruptButton.addEventListener("click", () => this.interrupt());
+    find("mute").addEventListener("click", () => this.toggleMute());
+    find("interrupt").addEventListener("click", () => this.interrupt());
     find("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       const text = this.messageBox.value.trim();
@@ -87,10 +104,20 @@ class TalkPage {
       idea.addEventListener("click", () => void this.type(idea.textContent ?? ""));
     }
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.interrupt();
+      if (event.key === "Escape" && !this.settings.dialog.open) this.interrupt();
     });
     // The server ends a session whose audio stops; a page that comes back knows at once.
     window.addEventListener("pagehide", () => this.stop());
+  }
+
+  /** @returns {boolean} the sound of the running line comes on a media track */
+  get serverPlays() {
+    return this.connection?.kind === "webrtc";
+  }
+
+  /** @returns {boolean} */
+  get isPlaying() {
+    return Boolean(this.serverPlays ? this.remote?.isPlaying : this.player?.isPlaying);
   }
 
   /** Microphone first: without it there is nothing to start. Typing works without. */
@@ -98,15 +125,11 @@ class TalkPage {
     if (this.isStarting) return;
     this.isStarting = true;
     this.notice.hide();
-    this.setBusy("Asking for the microphone");
+    this.view.busy("Asking for the microphone");
     try {
       const context = await this.openAudio();
       if (!context) throw INSECURE;
-      this.microphone = await Microphone.open(
-        context,
-        (pcm, level) => this.heard(pcm, level),
-        () => this.microphoneLost(),
-      );
+      await this.openMicrophone(context);
     } catch (error) {
       this.explainMicrophone(error);
       return;
@@ -114,7 +137,21 @@ class TalkPage {
       this.isStarting = false;
     }
     this.isMuted = false;
+    this.muteAsNeeded();
     await this.connect();
+    this.connection?.setTrack(this.microphone?.track ?? null);
+  }
+
+  /** @param {AudioContext} context */
+  async openMicrophone(context) {
+    const before = this.microphone;
+    this.microphone = await Microphone.open(
+      context,
+      this.settings.settings.microphone,
+      (pcm, level) => this.heard(pcm, level),
+      () => this.microphoneLost(),
+    );
+    before?.close();
   }
 
   /** Ends the conversation and gives the microphone back. */
@@ -125,6 +162,9 @@ class TalkPage {
     this.releaseMicrophone();
     this.connection?.close();
     this.connection = null;
+    this.isMending = false;
+    this.remote?.close();
+    this.turn.stop();
     this.conversation.lost();
     this.transcript.divide("Conversation ended");
     this.showState();
@@ -145,7 +185,10 @@ class TalkPage {
 
   sendUnsent() {
     if (!this.connection) return;
-    for (const text of this.unsent.splice(0)) void this.conversation.say(text);
+    for (const text of this.unsent.splice(0)) {
+      void this.conversation.say(text);
+      this.turn.begin();
+    }
   }
 
   /**
@@ -157,10 +200,13 @@ class TalkPage {
     if (!canListen()) return null;
     const context = new AudioContext({ latencyHint: "interactive" });
     await Microphone.prepare(context);
-    this.player = await Player.open(context, (isPlaying, level) => {
-      this.orb.style.setProperty("--voice", level.toFixed(3));
+    const onProgress = (/** @type {boolean} */ isPlaying, /** @type {number} */ level) => {
+      if (isPlaying) this.turn.sounded();
+      this.view.voiceLevel(level);
       this.showState();
-    });
+    };
+    this.player = await Player.open(context, onProgress);
+    this.remote = new RemotePlayer(context, onProgress);
     return context;
   }
 
@@ -195,14 +241,19 @@ class TalkPage {
 
   async tryToConnect() {
     const attempt = ++this.numAttempts;
-    this.setBusy("Connecting");
+    this.view.busy("Connecting");
     let connection;
     try {
-      connection = await Connection.open(
-        this.apiKey,
-        (event) => this.conversation.handle(event),
-        (error) => this.connectionLost(error),
-      );
+      connection = await openLine({
+        // Where there is no sound, there is no point in a media track.
+        transport: this.player ? this.settings.settings.transport : "websocket",
+        apiKey: this.apiKey,
+        track: this.microphone?.track ?? null,
+        onEvent: (event) => this.take(event),
+        onLost: (error) => this.connectionLost(error),
+        onVoice: (stream) => this.remote?.attach(stream),
+        onMending: (isMending) => this.mending(isMending),
+      });
     } catch (error) {
       if (attempt === this.numAttempts) {
         this.explainConnection(/** @type {ConnectionError} */ (error));
@@ -218,16 +269,37 @@ class TalkPage {
     this.numRetries = 0;
     this.notice.hide();
     const session = { type: "realtime", parley: { trace: true } };
-    // Where there is no sound, there is no point in sending any.
     const modality = this.player ? {} : { output_modalities: ["text"] };
-    this.connection.send({ type: "session.update", session: { ...session, ...modality } });
-    this.announce(this.microphone ? "Connected. Parley is listening." : "Connected.");
+    const chosen = sessionChanges(this.settings.settings);
+    this.connection.send({ type: "session.update", session: { ...session, ...modality, ...chosen } });
+    this.view.announce(this.microphone ? "Connected. Parley is listening." : "Connected.");
     this.sendUnsent();
+  }
+
+  /** @param {import("./connection.js").RealtimeEvent} event of the server */
+  take(event) {
+    this.remote?.handle(event);
+    this.turn.handle(event);
+    this.conversation.handle(event);
+  }
+
+  /** @param {boolean} isMending the line broke, and the call is being taken up again */
+  mending(isMending) {
+    this.isMending = isMending;
+    if (isMending) this.notice.show("The line broke", "Taking up the conversation again…");
+    else {
+      this.notice.hide();
+      this.transcript.divide("The line broke and is mended. Parley remembers what was said.");
+    }
+    this.showState();
   }
 
   /** @param {ConnectionError} error */
   connectionLost(error) {
     this.connection = null;
+    this.isMending = false;
+    this.remote?.close();
+    this.turn.stop();
     this.conversation.lost();
     this.transcript.divide("The line broke. Parley does not remember what was said before.");
     // Whoever only types gets a new line with the next message; nothing is lost by waiting for it.
@@ -303,18 +375,20 @@ class TalkPage {
   }
 
   releaseMicrophone() {
+    this.connection?.setTrack(null);
     this.microphone?.close();
     this.microphone = null;
-    this.showLevel(0, true);
+    this.view.microphoneLevel(0, true);
   }
 
   /**
-   * @param {Int16Array} pcm 20 ms of the microphone
+   * @param {() => Int16Array} pcm 20 ms of the microphone
    * @param {number} level
    */
   heard(pcm, level) {
-    this.connection?.sendAudio(toBase64(pcm));
-    this.showLevel(this.isMuted ? 0 : level, false);
+    if (this.connection?.kind === "websocket") this.connection.sendAudio(toBase64(pcm()));
+    const isHeard = this.push.isOn ? this.push.isHeld : !this.isMuted;
+    this.view.microphoneLevel(isHeard ? level : 0, false);
   }
 
   interrupt() {
@@ -323,88 +397,91 @@ class TalkPage {
 
   /** @returns {boolean} there is an answer to stop */
   get canInterrupt() {
-    return Boolean(this.player?.isPlaying || this.conversation.isAnswering);
+    return this.isPlaying || this.conversation.isAnswering;
   }
 
   toggleMute() {
-    if (!this.microphone) return;
+    if (!this.microphone || this.push.isOn) return;
     this.isMuted = !this.isMuted;
-    this.microphone?.mute(this.isMuted);
+    this.muteAsNeeded();
+    this.showState();
+  }
+
+  muteAsNeeded() {
+    this.microphone?.mute(this.push.isOn ? !this.push.isHeld : this.isMuted);
+  }
+
+  /** The button is held: whatever is being said gives way. */
+  beginToSpeak() {
+    this.interrupt();
+    this.connection?.send({ type: "input_audio_buffer.clear" });
+    this.muteAsNeeded();
+    this.showState();
+  }
+
+  /** The button was let go, and what was on its way has gone. */
+  endSpeaking() {
+    this.muteAsNeeded();
+    this.conversation.commit();
     this.showState();
   }
 
   /**
-   * @param {number} level from 0 to 1
-   * @param {boolean} isNow false: not more often than the eye sees
+   * @param {import("./settings.js").Settings} now
+   * @param {import("./settings.js").Settings} before
    */
-  showLevel(level, isNow) {
-    const now = performance.now();
-    if (!isNow && now - this.meteredAt < METER_EVERY_MS) return;
-    this.meteredAt = now;
-    this.orb.style.setProperty("--level", level.toFixed(3));
-    find("meter-fill").style.setProperty("--level", level.toFixed(3));
-    find("meter").setAttribute("aria-valuenow", String(Math.round(level * 100)));
+  settingsChanged(now, before) {
+    const session = sessionChanges(now, before);
+    if (Object.keys(session).length) {
+      this.connection?.send({ type: "session.update", session: { type: "realtime", ...session } });
+    }
+    if (now.microphone !== before.microphone && this.microphone && this.context) {
+      this.openMicrophone(this.context).then(
+        () => {
+          this.muteAsNeeded();
+          this.connection?.setTrack(this.microphone?.track ?? null);
+        },
+        (error) => this.explainMicrophone(error),
+      );
+    }
+    const needsLine = now.transport !== before.transport && this.connection;
+    if (needsLine) this.view.announce("The new connection is used for the next conversation.");
+    this.showState();
   }
 
   /** Status, buttons and orb follow from who is speaking. */
   showState() {
+    this.push.show(this.settings.settings.turns === "push" && this.microphone !== null);
+    this.muteAsNeeded();
     const [state, status, hint] = this.state();
-    const isOn = this.microphone !== null || this.retryTimer !== 0;
-    document.body.dataset.state = state;
-    document.body.classList.toggle("is-on", isOn);
-    setText(find("status"), status);
-    setText(find("hint"), hint);
-    setText(find("start-label"), isOn ? "Stop talking" : "Start talking");
-    this.muteButton.setAttribute("aria-pressed", String(this.isMuted && isOn));
-    // Not `disabled`: a button that has the focus must not lose it when the answer ends.
-    this.muteButton.setAttribute("aria-disabled", String(this.microphone === null));
-    this.interruptButton.setAttribute("aria-disabled", String(!this.canInterrupt));
+    this.view.show({
+      state,
+      status,
+      hint,
+      isOn: this.microphone !== null || this.retryTimer !== 0,
+      isMuted: this.isMuted,
+      canMute: this.microphone !== null && !this.push.isOn,
+      canInterrupt: this.canInterrupt,
+      line: this.connection?.kind ?? "",
+    });
   }
 
   /** @returns {[string, string, string]} name, status and hint */
   state() {
     if (this.connecting) return ["busy", "Connecting…", "One moment"];
+    if (this.isMending) return ["busy", "The line broke", "Mending it…"];
     if (this.retryTimer) return ["away", "No connection", "Trying again"];
     if (!this.connection && this.microphone) return ["away", "No connection", "See the message"];
     if (!this.connection) return ["idle", "Ready", "Press the button and speak"];
+    if (this.push.isHeld) return ["hearing", "Hearing you", "Let go when you have finished"];
     if (this.conversation.isCallerSpeaking) return ["hearing", "Hearing you", "Go on"];
-    if (this.player?.isPlaying) return ["speaking", "Speaking", "Speak to interrupt"];
+    if (this.isPlaying) return ["speaking", "Speaking", this.push.isOn ? HOLD : SPEAK];
     if (this.conversation.isThinking) return ["thinking", "Thinking…", "One moment"];
     if (!this.microphone) return ["typing", "Connected", "Type, or press the button to speak"];
+    if (this.push.isOn) return ["listening", "Waiting", "Hold the button or the space bar to speak"];
     if (this.isMuted) return ["muted", "Muted", "Parley hears nothing"];
     return ["listening", "Listening", "Say something"];
   }
-
-  /** @param {string} text */
-  setBusy(text) {
-    document.body.dataset.state = "busy";
-    setText(find("status"), `${text}…`);
-    setText(find("hint"), "One moment");
-  }
-
-  /** @param {string} text for screen readers */
-  announce(text) {
-    find("announcer").textContent = text;
-  }
-}
-
-/**
- * @param {HTMLElement} element
- * @param {string} text
- */
-function setText(element, text) {
-  // Unchanged text is left alone: assistive technology hears every write.
-  if (element.textContent !== text) element.textContent = text;
-}
-
-/**
- * @param {string} id
- * @returns {HTMLElement}
- */
-function find(id) {
-  const found = document.getElementById(id);
-  if (!found) throw new Error(`the page has no element ${id}`);
-  return found;
 }
 
 export const page = new TalkPage();

@@ -1,5 +1,5 @@
 /**
- * The line to the server: the Realtime protocol over a WebSocket.
+ * The line to the server over a WebSocket: events and audio in one stream of messages.
  */
 
 /** @typedef {{type: string, [field: string]: any}} RealtimeEvent */
@@ -7,7 +7,7 @@
 /**
  * Why there is no line (any more).
  *
- * @typedef {"key" | "away" | "refused" | "closed"} Reason
+ * @typedef {"key" | "away" | "refused" | "closed" | "unavailable"} Reason
  */
 
 export class ConnectionError extends Error {
@@ -52,6 +52,7 @@ export class Connection {
    * @param {(error: ConnectionError) => void} onLost
    */
   constructor(apiKey, onEvent, onLost) {
+    this.kind = "websocket";
     this.onEvent = onEvent;
     this.onLost = onLost;
     this.isOpen = false;
@@ -93,6 +94,9 @@ export class Connection {
     if (!this.isOpen || !this.socket || this.socket.bufferedAmount > MAX_BUFFERED_BYTES) return;
     this.socket.send(`{"type":"input_audio_buffer.append","audio":"${audio}"}`);
   }
+
+  /** The voice travels in messages. */
+  setTrack() {}
 
   /** Ends the conversation; `onLost` is not called. */
   close() {

@@ -7,6 +7,8 @@ import { wholeMs } from "./waterfall-view.js";
 
 /** Of a failure that the person can do nothing about; what broke is told in the details. */
 const ANSWER_LOST = "The answer was lost. Please ask again.";
+/** Answers that can still be cut: those that are heard, and some that were. */
+const MAX_SPOKEN = 8;
 /** Failures, by code, for which there is better advice. */
 const ADVICE = new Map([
   ["engine_busy", "Parley is busy. Please ask again in a moment."],
@@ -22,6 +24,7 @@ const ADVICE = new Map([
  * @property {Message} message
  * @property {boolean} isOver the server has ended it
  * @property {boolean} isCut the person interrupted it
+ * @property {string} item the item of its words
  */
 
 /**
@@ -30,7 +33,11 @@ const ADVICE = new Map([
  * @typedef {object} Surroundings
  * @property {import("./transcript-view.js").TranscriptView} transcript
  * @property {(event: RealtimeEvent) => string} send
- * @property {() => import("./player.js").Player | null} player null: there is no sound
+ * @property {() => import("./player.js").Player | null} player null: there is no sound, or the
+ *   server plays it
+ * @property {() => boolean} serverPlays the sound comes on a media track, paced by the server
+ * @property {() => void} silence falls silent, where the server plays
+ * @property {() => boolean} hasSound
  * @property {(turn: any) => void} onTrace
  * @property {(message: string) => void} onError
  * @property {(text: string) => void} onSilentAnswer an answer that can only be read
@@ -45,6 +52,8 @@ export class Conversation {
     this.heard = new Map();
     /** @type {Map<string, Answer>} by response */
     this.answers = new Map();
+    /** @type {Map<string, Message>} what was said aloud, by item */
+    this.spoken = new Map();
     /** @type {Set<string>} events of ours that may be late, and then fail without harm */
     this.harmless = new Set();
     /** @type {Answer | null} the latest, whose sound may go on when the server is done with it */
@@ -64,6 +73,10 @@ export class Conversation {
       "conversation.item.input_audio_transcription.completed": (event) => this.transcribed(event),
       "conversation.item.input_audio_transcription.failed": (event) => this.notTranscribed(event),
       "response.created": (event) => this.answerBegins(event.response.id),
+      "response.output_item.added": (event) => this.itemBegins(event),
+      "output_audio_buffer.cleared": (event) => this.cleared(event.response_id),
+      "conversation.item.truncated": (event) => this.truncated(event.item_id),
+      "conversation.item.retrieved": (event) => this.retrieved(event.item),
       "response.output_audio.delta": (event) => this.audio(event),
       "response.output_audio.done": (event) => this.around.player()?.finish(event.item_id),
       "response.output_audio_transcript.delta": (event) => this.words(event),
@@ -105,9 +118,21 @@ export class Conversation {
 
   /** Stops the answer: no more sound, and the server knows what was heard. */
   async stopAnswer() {
+    if (this.around.serverPlays()) {
+      this.around.silence();
+      // It knows what it has played, and cancels what it is still making.
+      this.sendHarmless({ type: "output_audio_buffer.clear" });
+      return;
+    }
     await this.cutSound();
     const running = this.runningAnswer();
     if (running) this.sendHarmless({ type: "response.cancel", response_id: running.id });
+  }
+
+  /** The person has spoken while holding a button, and let it go. */
+  commit() {
+    this.sendHarmless({ type: "input_audio_buffer.commit" });
+    this.sendHarmless({ type: "response.create" });
   }
 
   /** The line is gone: nothing that is open will be finished. */
@@ -119,6 +144,7 @@ export class Conversation {
     }
     this.heard.clear();
     this.answers.clear();
+    this.spoken.clear();
     this.unanswered.clear();
     this.typed = [];
     this.isCallerSpeaking = false;
@@ -128,7 +154,8 @@ export class Conversation {
   /** @param {RealtimeEvent} event */
   speechStarted(event) {
     this.isCallerSpeaking = true;
-    void this.cutSound();
+    // Where the server plays, it is the one that decides whether this is an interruption.
+    if (!this.around.serverPlays()) void this.cutSound();
     this.message(event.item_id);
   }
 
@@ -170,8 +197,40 @@ export class Conversation {
   answerBegins(id) {
     this.unanswered.clear();
     const message = this.around.transcript.add("parley");
-    this.latest = { id, message, isOver: false, isCut: false };
+    this.latest = { id, message, isOver: false, isCut: false, item: "" };
     this.answers.set(id, this.latest);
+  }
+
+  /** @param {RealtimeEvent} event */
+  itemBegins(event) {
+    const answer = this.answers.get(event.response_id);
+    if (!answer || event.item.type !== "message") return;
+    answer.item = event.item.id;
+    this.spoken.set(event.item.id, answer.message);
+    // Only what may still be cut.
+    for (const item of this.spoken.keys()) {
+      if (this.spoken.size <= MAX_SPOKEN) break;
+      this.spoken.delete(item);
+    }
+  }
+
+  /** @param {string} id of the response whose sound the server has stopped */
+  cleared(id) {
+    const answer = this.answers.get(id) ?? (this.latest?.id === id ? this.latest : null);
+    if (answer) this.markCut(answer);
+  }
+
+  /** @param {string} item the conversation keeps less of it than was said: ask how much */
+  truncated(item) {
+    if (this.spoken.has(item)) {
+      this.sendHarmless({ type: "conversation.item.retrieve", item_id: item });
+    }
+  }
+
+  /** @param {any} item */
+  retrieved(item) {
+    const content = item.content?.[0] ?? {};
+    this.spoken.get(item.id)?.cutTo(content.transcript ?? content.text ?? "");
   }
 
   /** @param {RealtimeEvent} event */
@@ -201,7 +260,7 @@ export class Conversation {
       else if (response.status === "cancelled") this.close(answer, "interrupted");
       else this.close(answer, "");
       const words = response.status === "failed" ? advice : answer.message.text;
-      if (!this.around.player()) this.around.onSilentAnswer(words);
+      if (!this.around.hasSound()) this.around.onSilentAnswer(words);
     }
     this.sendTyped();
   }
@@ -210,7 +269,8 @@ export class Conversation {
   trace(turn) {
     const answer = this.answers.get(turn.response_id);
     if (answer && turn.voice_to_voice_ms !== null && turn.voice_to_voice_ms !== undefined) {
-      answer.message.tag(`${wholeMs(turn.voice_to_voice_ms)} ms`);
+      const show = () => this.around.onTrace(turn);
+      answer.message.tag(`${wholeMs(turn.voice_to_voice_ms)} ms`, show);
     }
     if (answer?.isOver) this.answers.delete(turn.response_id);
     this.around.onTrace(turn);

@@ -1,5 +1,5 @@
 /**
- * The microphone: 20 ms of 24 kHz audio at a time, for as long as it is open.
+ * The microphone: a track for WebRTC, and 20 ms of 24 kHz audio at a time for the WebSocket.
  */
 
 import { StreamResampler, WIRE_RATE, loudness, toPcm16 } from "./pcm.js";
@@ -51,16 +51,20 @@ export class Microphone {
    * Asks the person for the microphone. The context must be prepared.
    *
    * @param {AudioContext} context
-   * @param {(pcm: Int16Array, level: number) => void} onAudio level from 0 to 1
+   * @param {string} deviceId "" for the browser's choice
+   * @param {(pcm: () => Int16Array, level: number) => void} onAudio level from 0 to 1; `pcm` makes
+   *   the samples, in this moment and only once
    * @param {() => void} onLost the device went away
    * @returns {Promise<Microphone>}
    * @throws {MicrophoneError}
    */
-  static async open(context, onAudio, onLost) {
+  static async open(context, deviceId, onAudio, onLost) {
     let stream;
     try {
       stream = await navigator.mediaDevices.getUserMedia({
         audio: {
+          // Not `exact`: a device that is gone must not keep the person from talking.
+          ...(deviceId ? { deviceId: { ideal: deviceId } } : {}),
           channelCount: 1,
           // Without it, Parley would hear itself and interrupt itself.
           echoCancellation: true,
@@ -77,7 +81,7 @@ export class Microphone {
   /**
    * @param {AudioContext} context
    * @param {MediaStream} stream
-   * @param {(pcm: Int16Array, level: number) => void} onAudio
+   * @param {(pcm: () => Int16Array, level: number) => void} onAudio
    * @param {() => void} onLost
    */
   constructor(context, stream, onAudio, onLost) {
@@ -86,10 +90,15 @@ export class Microphone {
     this.node = new AudioWorkletNode(context, "capture", { numberOfOutputs: 0 });
     const resampler = new StreamResampler(context.sampleRate, WIRE_RATE);
     this.node.port.onmessage = (message) => {
-      onAudio(toPcm16(resampler.process(message.data)), loudness(message.data));
+      onAudio(() => toPcm16(resampler.process(message.data)), loudness(message.data));
     };
     this.source.connect(this.node);
     for (const track of stream.getTracks()) track.addEventListener("ended", onLost);
+  }
+
+  /** @returns {MediaStreamTrack} */
+  get track() {
+    return this.stream.getAudioTracks()[0];
   }
 
   /**

@@ -89,6 +89,23 @@ export class Message {
     });
   }
 
+  /**
+   * The person did not hear all of it: the rest stays to be read, and looks like it.
+   *
+   * @param {string} heard the beginning that was heard
+   */
+  cutTo(heard) {
+    const said = this.text.trim();
+    const kept = said.startsWith(heard.trim()) ? heard.trim() : "";
+    const rest = said.slice(kept.length);
+    if (!rest) return;
+    this.changing(() => {
+      const unheard = element("s", "unheard");
+      unheard.append(element("span", "visually-hidden", " (not heard:) "), rest);
+      this.words.replaceChildren(kept, unheard);
+    });
+  }
+
   /** Nothing will be added. */
   finish() {
     this.element.classList.remove("is-pending");
@@ -98,9 +115,16 @@ export class Message {
    * A short remark beside the name.
    *
    * @param {string} text
+   * @param {(() => void) | null} onClick null: there is nothing more to see
    */
-  tag(text) {
-    this.changing(() => this.head.append(" ", element("span", "tag", text)));
+  tag(text, onClick = null) {
+    const tag = element(onClick ? "button" : "span", "tag", text);
+    if (onClick) {
+      tag.setAttribute("type", "button");
+      tag.setAttribute("aria-label", `${text}: show where the time went`);
+      tag.addEventListener("click", onClick);
+    }
+    this.changing(() => this.head.append(" ", tag));
   }
 
   /**

@@ -15,6 +15,7 @@ const TITLES = new Map([
 
 const SPOKEN_NOTE = "From your last word to the first sound";
 const TYPED_NOTE = "From your message to the first sound";
+const LIVE_NOTE = "Since the end of your turn, as it happens";
 const SILENT_NOTE = "The last answer had no sound";
 
 export class WaterfallView {
@@ -34,10 +35,36 @@ export class WaterfallView {
   }
 
   /**
+   * The running turn, as far as the page can see it.
+   *
+   * @param {[string, number][]} marks stages and their milliseconds
+   * @param {number} elapsed milliseconds since the person fell silent
+   * @param {boolean} isOver nothing more will come of this turn but the server's record
+   */
+  live(marks, elapsed, isOver) {
+    const longest = Math.max(...marks.map(([, ms]) => ms), 0);
+    const known = new Map(marks);
+    let start = 0;
+    const rows = [...TITLES].map(([stage, title]) => {
+      const ms = known.get(stage);
+      const made = row(title, start, ms ?? null, elapsed, ms === longest && longest > 0);
+      start += ms ?? 0;
+      return made;
+    });
+    this.stages.replaceChildren(...rows);
+    this.stages.classList.toggle("is-live", !isOver);
+    this.number.textContent = marks.length ? wholeMs(elapsed) : "–";
+    this.unit.hidden = !marks.length;
+    this.note.textContent = LIVE_NOTE;
+    this.facts.textContent = "";
+  }
+
+  /**
    * @param {{voice_to_voice_ms: number | null, stages_ms: Record<string, number>,
    *   facts?: Record<string, any>}} turn the `turn` of a `parley.turn.trace` event
    */
   show(turn) {
+    this.stages.classList.remove("is-live");
     const stages = Object.entries(turn.stages_ms ?? {});
     const total = stages.reduce((sum, [, ms]) => sum + ms, 0);
     const longest = Math.max(...stages.map(([, ms]) => ms));

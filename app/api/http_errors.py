@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,7 +10,9 @@ from fastapi.responses import JSONResponse
 
 from app.api.models import UnknownModelError
 from app.auth import AuthenticationError, HostError, OriginError
-from app.errors import ClientError, ParleyError
+from app.client_secrets import TooManySecretsError
+from app.errors import ClientError, ParleyError, UnavailableError
+from app.rate_limits import RateLimitedError
 from llm_core import (
     EngineBusyError,
     EngineDiedError,
@@ -42,6 +45,9 @@ _STATUS: dict[type[ParleyError], int] = {
     BodyTimeoutError: 408,
     BodyTooLargeError: 413,
     HostError: 421,
+    TooManySecretsError: 429,
+    RateLimitedError: 429,
+    UnavailableError: 503,
 }
 
 
@@ -67,6 +73,8 @@ def error_response(error: ParleyError | LlmError, status: int | None = None) -> 
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, EngineBusyError | EngineDiedError | ModelLoadError):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
+    if isinstance(error, UnavailableError | RateLimitedError):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     return JSONResponse(error_body(error), status_code=status or _status(error), headers=headers)
 
 

@@ -1,6 +1,7 @@
-"""One client of the Realtime API: its events in, the session's events out.
+"""One session of the Realtime API: its client's events in, the session's events out.
 
-Knows nothing of the transport: the same handler serves a WebSocket and a data channel.
+Knows nothing of the transport: the same handler serves a WebSocket and a data channel. Further
+clients may attach to a running session; they see and may do all that the first one does.
 """
 
 from __future__ import annotations
@@ -10,28 +11,36 @@ import binascii
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from app.api import realtime_events as ev
-from app.api.realtime_session import (
-    Names,
-    SessionState,
-    check_voice,
-    model_not_found,
-    to_config,
-    to_wire,
-)
+from app.api.realtime_fields import to_client_error
+from app.api.realtime_names import Names, check_voice, model_not_found
+from app.api.realtime_session import SessionParams, SessionState, to_config, to_wire
+from app.api.realtime_tools import check_tools, tools_of
 from app.api.realtime_wire import Speaker, Wire, WireMapper, error_event, item_object, server_event
-from app.conversation.events import Item, OutputAudio, Part, SessionEvent, Sink
+from app.conversation.events import (
+    Item,
+    OutputAudio,
+    Part,
+    SessionEvent,
+    Sink,
+    ToolCall,
+    ToolOutput,
+)
 from app.conversation.ids import new_id
+from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
+from app.conversation.side_responses import SideResponses
 from app.errors import AudioInputError, ClientError, ParleyError
 from app.logging_setup import session_id
-from app.transports.base import ChannelClosed, EventChannel
+from app.transports.base import AudioOut, ChannelClosed, EventChannel
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +48,17 @@ MakeSession = Callable[[Services, SessionConfig, Sink], Session]
 
 # A multiple of 4, so that every slice is whole; takes 0.3 ms to decode (2-core x86, 2.1 GHz).
 _BASE64_SLICE_CHARS = 64 * 1024
+_MAX_ATTACHED = 4
 
 
 class RealtimeConnection:
-    """From connect to close. ``model`` is the name that the client asked for."""
+    """From connect to close. ``model`` is the name that the client asked for.
+
+    ``opening``: a session configuration to begin with, as the JSON values of a ``session.update``.
+    ``audio_out``: where the transport carries audio apart from the events. Then answers are played
+    there, the caller's audio comes by ``append_audio``, and it is for the transport to notice a
+    peer that has gone quiet. ``pace`` is awaited with the length of each message.
+    """
 
     def __init__(
         self,
@@ -51,62 +67,163 @@ class RealtimeConnection:
         model: str,
         *,
         make_session: MakeSession = Session,
+        opening: dict[str, Any] | None = None,
+        audio_out: AudioOut | None = None,
+        pace: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
+        self._pace = pace
         self._channel = channel
+        self._attached: list[EventChannel] = []
+        self._opening = opening or {}
+        self._audio_out = audio_out
+        self._session: Session | None = None
+        self._side: SideResponses | None = None
+        # Events come from several clients, and audio beside them; the session takes one at a time.
+        self._turnstile = asyncio.Lock()
         self._services = services
         self._names = Names.of(services.settings)
-        self._state = SessionState(services.settings, self._names, model)
+        server_tools = services.tools.names
+        self._state = SessionState(services.settings, self._names, model, server_tools)
         self._mapper = WireMapper(f"conv_{secrets.token_hex(10)}", self._speaker())
         self._make_session = make_session
         self._client_heard_voice = False
+        self._expires_at_s = 0
 
     async def run(self) -> None:
         """Serve until the channel closes; nothing of the session is left when this returns."""
-        model = self._state.params.model or ""
-        if not self._names.is_model(model):
-            await self._send_error(model_not_found(model, "model"), None)
-            await self._channel.close(1008, "model_not_found")
+        try:
+            self._open()
+        except ClientError as error:
+            await self._send_error(self._channel, error, None)
+            await self._channel.close(1008, error.code)
             return
-        session = self._make_session(self._services, to_config(self._state.params), self._sink)
+        session = self._make_session(self._services, self._config(), self._sink)
         session_id.set(session.id)
-        logger.info("session opened", extra={"model": model})
+        logger.info(
+            "session opened",
+            extra={
+                "model": self._state.params.model,
+                "conversation": self._mapper.conversation_id,
+            },
+        )
         started_s = time.monotonic()
+        self._expires_at_s = int(time.time() + self._services.settings.max_session_s)
         await self._send(server_event("session.created", session=self._session_object(session)))
+        self._session = session
+        self._side = side = SideResponses(self._services, self._sink, session.id)
         try:
             await self._watch_and_serve(session)
         except ExceptionGroup as errors:
             await self._send(_internal_error(errors, None))
             await self._channel.close(1011, "internal error")
         finally:
+            self._session = None
+            await side.close()
             await session.close()
+            for channel in [*self._attached]:
+                await channel.close(1000, "the call has ended")
             logger.info(
                 "session closed", extra={"duration_s": round(time.monotonic() - started_s, 1)}
             )
+
+    async def attach(self, channel: EventChannel) -> None:
+        """Serve a further client of the running session until either of them ends.
+
+        Raises ClientError when the session is not running, or has too many clients already.
+        """
+        session = self._session
+        if session is None or len(self._attached) >= _MAX_ATTACHED:
+            why = "has ended" if session is None else f"has {_MAX_ATTACHED} attached clients"
+            raise ClientError(f"The call {why}.", code="call_not_available", param="call_id")
+        self._attached.append(channel)
+        session_id.set(session.id)
+        logger.info("client attached", extra={"clients": 1 + len(self._attached)})
+        try:
+            created = server_event("session.created", session=self._session_object(session))
+            await self._send_to(channel, created)
+            await self._serve(session, channel, None)
+        finally:
+            self._attached.remove(channel)
+
+    async def append_audio(self, payload: bytes, received_ns: int) -> None:
+        """The caller's audio from a transport that carries it apart from the events.
+
+        In the session's input format. Raises ClientError; before and after the session: ignored.
+        """
+        async with self._turnstile:
+            if self._session is not None:
+                await self._session.append_audio(payload, received_ns)
+
+    @property
+    def is_busy(self) -> bool:
+        """The caller or the assistant is in the middle of something."""
+        session, side = self._session, self._side
+        return session is not None and (not session.is_idle or (side is not None and bool(side)))
+
+    @property
+    def session(self) -> Session | None:
+        """The running session."""
+        return self._session
+
+    async def send(self, event: Wire) -> None:
+        """Send a server event of the transport's own to all clients."""
+        await self._send(event)
+
+    def _open(self) -> None:
+        """Check what the session begins with. Raises ClientError."""
+        model = self._state.params.model or ""
+        if not self._names.is_model(model):
+            raise model_not_found(model, "model")
+        try:
+            opening = SessionParams.model_validate(self._opening)
+        except ValidationError as error:
+            raise to_client_error(error, "session") from error
+        self._state.params = self._state.merged(opening, voice_locked=False)
+        self._mapper.speaker = self._speaker()
 
     async def _watch_and_serve(self, session: Session) -> None:
         """Both at once. Raises ExceptionGroup when the session's own loop fails."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(session.run(), name="session loop")
-            await self._serve(session)
+            idle_s = self._services.settings.idle_timeout_s if self._audio_out is None else None
+            try:
+                async with asyncio.timeout(self._services.settings.max_session_s) as limit:
+                    await self._serve(session, self._channel, idle_s)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                await self._expire()
             watching.cancel()
 
-    async def _serve(self, session: Session) -> None:
-        idle_timeout_s = self._services.settings.idle_timeout_s
+    async def _expire(self) -> None:
+        reason = f"the session has lasted {self._services.settings.max_session_s:g} s, its limit"
+        await self._send(error_event("invalid_request_error", "session_expired", reason))
+        await self._channel.close(1001, reason)
+
+    async def _serve(
+        self, session: Session, channel: EventChannel, idle_timeout_s: float | None
+    ) -> None:
         while True:
             try:
                 async with asyncio.timeout(idle_timeout_s):
-                    message = await self._channel.receive()
+                    message = await channel.receive()
             except ChannelClosed as closed:
                 logger.info("channel closed", extra={"code": closed.code, "reason": closed.reason})
                 return
             except TimeoutError:
                 reason = f"no message from the client for {idle_timeout_s:g} s"
                 await self._send(error_event("invalid_request_error", "session_idle", reason))
-                await self._channel.close(1001, reason)
+                await channel.close(1001, reason)
                 return
-            await self._handle(session, message, time.monotonic_ns())
+            received_ns = time.monotonic_ns()
+            if self._pace is not None:
+                await self._pace(len(message))
+            async with self._turnstile:
+                await self._handle(session, channel, message, received_ns)
 
-    async def _handle(self, session: Session, message: str | bytes, received_ns: int) -> None:
+    async def _handle(
+        self, session: Session, channel: EventChannel, message: str | bytes, received_ns: int
+    ) -> None:
         """One client event. Whatever goes wrong is answered with an error; the session goes on."""
         client_event_id = None
         try:
@@ -114,10 +231,10 @@ class RealtimeConnection:
             client_event_id = ev.event_id_of(data)
             await self._dispatch(session, ev.parse_event(data), received_ns)
         except ClientError as error:
-            await self._send_error(error, client_event_id)
+            await self._send_error(channel, error, client_event_id)
         except Exception as error:
             # The boundary: a fault of ours in one event must not end the caller's conversation.
-            await self._send(_internal_error(error, client_event_id))
+            await self._send_to(channel, _internal_error(error, client_event_id))
 
     async def _dispatch(self, session: Session, event: ev.ClientEvent, received_ns: int) -> None:
         match event:
@@ -141,18 +258,31 @@ class RealtimeConnection:
             case ev.ResponseCreate():
                 await self._respond(session, event.response or ev.ResponseParams())
             case ev.ResponseCancel():
-                await session.cancel_response(event.response_id)
+                if not (self._side and event.response_id and self._side.cancel(event.response_id)):
+                    await session.cancel_response(event.response_id)
             case ev.OutputClear():
-                raise ClientError(
-                    "output_audio_buffer.clear is for WebRTC calls: over a WebSocket the client "
-                    "plays the audio itself.",
-                    code="unsupported_value",
-                    param="type",
-                )
+                await self._clear_output()
             case _:
                 raise AssertionError(f"no handler for {type(event).__name__}")
 
+    async def _clear_output(self) -> None:
+        if self._audio_out is None:
+            raise ClientError(
+                "output_audio_buffer.clear is for WebRTC calls: over a WebSocket the client "
+                "plays the audio itself.",
+                code="unsupported_value",
+                param="type",
+            )
+        await self._audio_out.clear()
+
     async def _append(self, session: Session, audio: str, received_ns: int) -> None:
+        if self._audio_out is not None:
+            raise ClientError(
+                "In a call the caller's audio comes over its own track, not as "
+                "input_audio_buffer.append.",
+                code="unsupported_value",
+                param="type",
+            )
         payload = await decode_base64(audio)
         fmt = session.config.input_format
         # Before anything is taken, so that a bad event changes nothing.
@@ -168,7 +298,7 @@ class RealtimeConnection:
 
     async def _update(self, session: Session, event: ev.SessionUpdate) -> None:
         params = self._state.merged(event.session, voice_locked=self._client_heard_voice)
-        await session.update(to_config(params))
+        await session.update(self._config(params))
         self._state.params = params
         self._mapper.speaker = self._speaker()
         await self._send(server_event("session.updated", session=self._session_object(session)))
@@ -177,40 +307,77 @@ class RealtimeConnection:
         output = params.audio.output if params.audio else None
         if output is not None and output.voice is not None:
             check_voice(self._names, output.voice, "response.audio.output.voice")
-        await session.create_response(
+        tools = None if params.tools is None else tools_of(params.tools)
+        check_tools(
+            session.config.tools if tools is None else tools,
+            params.tool_choice,
+            self._services.tools.names,
+            "response",
+        )
+        request = ResponseRequest(
             modality=params.output_modalities[0] if params.output_modalities else None,
             instructions=params.instructions,
             max_output_tokens=params.max_output_tokens,
             metadata=params.metadata,
+            tools=tools,
+            tool_choice=params.tool_choice,
+            items=None if params.input is None else self._input(session, params.input),
+        )
+        if params.conversation == "none":
+            assert self._side is not None
+            self._side.start(request, session.history, session.config)
+        else:
+            await session.create_response(request)
+
+    def _input(self, session: Session, given: list[ev.InputItem]) -> tuple[Item, ...]:
+        """The items that a response is to answer. Raises ClientError."""
+        return tuple(
+            session.get_item(item.id) if isinstance(item, ev.ItemReference) else _to_item(item)
+            for item in given
         )
 
     async def _sink(self, event: SessionEvent) -> None:
         if isinstance(event, OutputAudio):
             self._client_heard_voice = True
+            if self._audio_out is not None:
+                await self._audio_out.play(event)
+                return
         for wire in self._mapper.to_wire(event):
             await self._send(wire)
 
     async def _send(self, event: Wire) -> None:
+        """To all clients of the session."""
+        for channel in (self._channel, *self._attached):
+            await self._send_to(channel, event)
+
+    async def _send_to(self, channel: EventChannel, event: Wire) -> None:
         try:
-            await self._channel.send(msgspec.json.encode(event).decode())
+            await channel.send(msgspec.json.encode(event).decode())
         except ChannelClosed:
             # The receiving side hears of it as well, and ends the session.
             logger.debug("not sent, the channel is closed", extra={"event": event["type"]})
 
-    async def _send_error(self, error: ClientError, client_event_id: str | None) -> None:
+    async def _send_error(
+        self, channel: EventChannel, error: ClientError, client_event_id: str | None
+    ) -> None:
         logger.info("client error", extra={"code": error.code, "param": error.param})
-        await self._send(
+        await self._send_to(
+            channel,
             error_event(
                 "invalid_request_error",
                 error.code,
                 error.message,
                 param=error.param,
                 client_event_id=client_event_id,
-            )
+            ),
         )
 
+    def _config(self, params: SessionParams | None = None) -> SessionConfig:
+        """``params`` (None: those in force) in the conversation's terms."""
+        return to_config(params or self._state.params)
+
     def _session_object(self, session: Session) -> Wire:
-        return to_wire(session.id, self._state.params)
+        return to_wire(session.id, self._state.params, self._expires_at_s)
 
     def _speaker(self) -> Speaker:
         output = self._state.params.audio.output
@@ -229,9 +396,17 @@ def _internal_error(error: Exception, client_event_id: str | None) -> Wire:
     return error_event("server_error", code, message, client_event_id=client_event_id)
 
 
-def _to_item(item: ev.MessageItem) -> Item:
-    parts = [Part(part.type, part.words) for part in item.content]
-    return Item(item.id or new_id("item"), item.role, parts)
+def _to_item(item: ev.ClientItem) -> Item:
+    item_id = item.id or new_id("item")
+    match item:
+        case ev.FunctionCallItem():
+            call = ToolCall(item.call_id or new_id("call"), item.name, item.arguments)
+            return Item(item_id, "assistant", call=call)
+        case ev.FunctionOutputItem():
+            return Item(item_id, "tool", output=ToolOutput(item.call_id, item.output))
+        case _:
+            parts = [Part(part.type, part.words) for part in item.content]
+            return Item(item_id, item.role, parts)
 
 
 async def decode_base64(text: str) -> bytes:

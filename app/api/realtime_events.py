@@ -15,9 +15,7 @@ from app.api.realtime_fields import (
     Id,
     MaxOutputTokens,
     Modalities,
-    NoTools,
     Text,
-    ToolChoice,
     WireModel,
     invalid,
     only,
@@ -26,6 +24,7 @@ from app.api.realtime_fields import (
     unsupported,
 )
 from app.api.realtime_session import SessionParams
+from app.api.realtime_tools import Choice, ToolName, Tools
 from app.errors import ClientError
 
 # Of the base64 text, before decoding.
@@ -34,6 +33,7 @@ MAX_AUDIO_CHARS = 15 * 1024 * 1024
 # Parsing 20 MB that are one string takes 5 ms; 20 MB of small values would take a second.
 _BIG_MESSAGE_CHARS = 1024 * 1024
 _MAX_COMMAS = 16
+MAX_INPUT_ITEMS = 256
 
 
 class ClientEvent(WireModel):
@@ -87,15 +87,6 @@ class ContentPart(WireModel):
         return self.text if self.type.endswith("_text") else self.transcript
 
 
-_ITEM_TYPES = (
-    "function_call",
-    "function_call_output",
-    "mcp_list_tools",
-    "mcp_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "item_reference",
-)
 _PART_TYPES = {
     "system": ("input_text",),
     "user": ("input_text", "input_audio"),
@@ -103,27 +94,59 @@ _PART_TYPES = {
 }
 
 
-def _item_type(value: Any) -> Any:
-    if value in _ITEM_TYPES:
-        raise unsupported("Only items of type 'message' are supported by this server yet.")
-    return value
+class ItemBase(WireModel):
+    """What all items that a client gives have in common."""
 
-
-class MessageItem(WireModel):
-    """An item that a client gives."""
-
-    type: Annotated[Literal["message"], BeforeValidator(_item_type)]
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[list[ContentPart], Field(min_length=1, max_length=64)]
     id: Id | None = None
     object: Literal["realtime.item"] | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
+class MessageItem(ItemBase):
+    """Something that was said."""
+
+    type: Literal["message"]
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[list[ContentPart], Field(min_length=1, max_length=64)]
+
+
+class FunctionCallItem(ItemBase):
+    """A call of the past, from a conversation that is restored."""
+
+    type: Literal["function_call"]
+    name: ToolName
+    arguments: Text
+    call_id: Id | None = None
+
+
+class FunctionOutputItem(ItemBase):
+    """What a function that the model called gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Text
+
+
+class ItemReference(WireModel):
+    """An item of the conversation, in the input of a response."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
+ClientItem = Annotated[
+    MessageItem | FunctionCallItem | FunctionOutputItem, Field(discriminator="type")
+]
+InputItem = Annotated[
+    MessageItem | FunctionCallItem | FunctionOutputItem | ItemReference,
+    Field(discriminator="type"),
+]
+
+
 class ItemCreate(ClientEvent):
     """``conversation.item.create``. ``previous_item_id``: null appends, "root" puts it first."""
 
-    item: MessageItem
+    item: ClientItem
     previous_item_id: Id | None = None
 
 
@@ -182,13 +205,12 @@ class ResponseParams(WireModel):
     ] = None
     audio: ResponseAudio | None = None
     conversation: Annotated[
-        str | None, only(None, "auto", what="Only the default conversation is supported yet.")
+        str | None,
+        only(None, "auto", "none", what="'auto' is the conversation, 'none' is out of band."),
     ] = None
-    input: Annotated[
-        None, only(None, what="Responses with their own input are not supported yet.")
-    ] = None
-    tools: NoTools = None
-    tool_choice: ToolChoice = None
+    input: Annotated[list[InputItem] | None, Field(max_length=MAX_INPUT_ITEMS)] = None
+    tools: Tools = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
     prompt: Annotated[
         None, only(None, what="Stored prompts are not supported; use instructions.")
@@ -285,8 +307,12 @@ def parse_event(data: dict[str, Any]) -> ClientEvent:
         event = model.model_validate(data)
     except ValidationError as error:
         raise to_client_error(error) from error
-    if isinstance(event, ItemCreate):
-        _check_parts(event.item)
+    if isinstance(event, ItemCreate) and isinstance(event.item, MessageItem):
+        _check_parts(event.item, "item")
+    if isinstance(event, ResponseCreate) and event.response is not None:
+        for index, item in enumerate(event.response.input or ()):
+            if isinstance(item, MessageItem):
+                _check_parts(item, f"response.input[{index}]")
     return event
 
 
@@ -300,10 +326,10 @@ def _check_audio_len(audio: str) -> None:
         )
 
 
-def _check_parts(item: MessageItem) -> None:
+def _check_parts(item: MessageItem, where: str) -> None:
     allowed = _PART_TYPES[item.role]
     for index, part in enumerate(item.content):
-        path = f"item.content[{index}]"
+        path = f"{where}.content[{index}]"
         if part.type not in allowed:
             raise ClientError(
                 f"Invalid value for '{path}.type': {part.type!r}. Supported values for role "

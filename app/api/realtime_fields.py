@@ -83,13 +83,6 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 # None: "inf", the server's own limit.
 MaxOutputTokens = Annotated[int | None, BeforeValidator(_output_tokens)]
 Modalities = Annotated[list[Literal["audio", "text"]], BeforeValidator(_modalities)]
-NoTools = Annotated[
-    list[Any] | None, only(None, [], what="Tools are not supported by this server yet.")
-]
-ToolChoice = Annotated[
-    str | None,
-    only(None, "auto", "none", what="Only tool_choice 'auto' and 'none': there are no tools yet."),
-]
 
 
 def to_client_error(error: ValidationError, prefix: str = "") -> ClientError:
@@ -98,9 +91,18 @@ def to_client_error(error: ValidationError, prefix: str = "") -> ClientError:
     return _describe(details, _path(details["loc"], prefix))
 
 
+# Items come in several types; pydantic puts the type's name into the path of an error.
+_ITEM_TAGS = ("message", "function_call", "function_call_output", "item_reference")
+
+
 def _path(location: tuple[int | str, ...], prefix: str) -> str:
     path = prefix
+    before: int | str = ""
     for step in location:
+        is_tag = step in _ITEM_TAGS and (before == "item" or isinstance(before, int))
+        before = step
+        if is_tag:
+            continue
         if isinstance(step, int):
             path += f"[{step}]"
         else:
@@ -118,6 +120,19 @@ def _describe(details: ErrorDetails, param: str) -> ClientError:
         return _error(f"Unknown parameter: '{param}'.", "unknown_parameter", param)
     if kind == "unsupported_value":
         return _error(f"Unsupported value for '{param}'. {message}", "unsupported_value", param)
+    if kind == "union_tag_not_found":
+        param = f"{param}.type"
+        return _error(
+            f"Missing required parameter: '{param}'.", "missing_required_parameter", param
+        )
+    if kind == "union_tag_invalid":
+        param, given = f"{param}.type", details["ctx"]["tag"]
+        if str(given).startswith("mcp_"):
+            text = f"Unsupported value for '{param}': this server does not speak to MCP servers."
+            return _error(text, "unsupported_value", param)
+        expected = details["ctx"]["expected_tags"]
+        text = f"Invalid value for '{param}': {shorten(given)}. Supported values are: {expected}."
+        return _error(text, "invalid_value", param)
     if kind == "literal_error":
         expected = details["ctx"]["expected"]
         text = f"Invalid value for '{param}': {shorten(value)}. Supported values are: {expected}."

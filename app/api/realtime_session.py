@@ -6,8 +6,6 @@ merged onto the current state, it is the state, every field filled.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -15,65 +13,29 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from app.api.realtime_fields import (
     MaxOutputTokens,
     Modalities,
-    NoTools,
     ShortText,
     Text,
-    ToolChoice,
     WireModel,
+    invalid,
     null_is,
     only,
     unsupported,
 )
+from app.api.realtime_names import Names, check_transcription, check_voice, model_not_found
+from app.api.realtime_tools import Choice, Tools, check_tools, choice_to_wire, tools_of
 from app.config import Settings
-from app.conversation.session_config import SessionConfig, TurnDetection
+from app.conversation.session_config import (
+    DetectionKind,
+    Eagerness,
+    NoiseReduction,
+    SessionConfig,
+    ToolChoice,
+    TurnDetection,
+)
 from app.errors import ClientError
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat
 
-# Clients send OpenAI's names without being asked, so these stand for whatever is loaded here.
-OPENAI_VOICES = frozenset(
-    ("alloy", "ash", "ballad", "cedar", "coral", "echo", "marin", "sage", "shimmer", "verse")
-)
-_OPENAI_TRANSCRIBERS = re.compile(r"whisper-1|gpt-[a-z0-9.-]*(transcribe|whisper)[a-z0-9.-]*")
-_OPENAI_REALTIME = re.compile(r"gpt-[a-z0-9.-]*realtime[a-z0-9.-]*")
-OWN_NAME = "parley"
-
 _FORMATS = {"audio/pcm": PCM16_24K, "audio/pcmu": PCMU_8K, "audio/pcma": PCMA_8K}
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What is loaded, by the names that clients may use for it."""
-
-    model: str
-    transcriber: str
-    voice: str
-
-    @classmethod
-    def of(cls, settings: Settings) -> Names:
-        """The names in ``settings``, without the scheme of the model store."""
-        return cls(
-            *(
-                name.rsplit(":", 1)[-1].rsplit("/", 1)[-1]
-                for name in (settings.llm_model, settings.asr_model, settings.tts_model)
-            )
-        )
-
-    @property
-    def english_only(self) -> bool:
-        """Whisper's English-only models carry it in their names."""
-        return self.transcriber.endswith(".en")
-
-    def is_model(self, name: str) -> bool:
-        """``parley``, the loaded model, or an alias of OpenAI (any gpt-*realtime*)."""
-        return name in (OWN_NAME, self.model) or bool(_OPENAI_REALTIME.fullmatch(name))
-
-    def is_transcriber(self, name: str) -> bool:
-        """``parley``, the loaded recogniser, or an alias of OpenAI (gpt-*transcribe*)."""
-        return name in (OWN_NAME, self.transcriber) or bool(_OPENAI_TRANSCRIBERS.fullmatch(name))
-
-    def is_voice(self, name: str) -> bool:
-        """``parley``, the loaded voice, or one of OpenAI's voice names."""
-        return name in (OWN_NAME, self.voice) or name in OPENAI_VOICES
 
 
 class Format(WireModel):
@@ -119,33 +81,46 @@ class Transcription(WireModel):
     ] = None
 
 
-def _server_vad(value: Any) -> Any:
-    if value == "semantic_vad":
-        raise unsupported("Use 'server_vad', or null to commit the audio yourself.")
-    return value
-
-
 class TurnDetectionParams(WireModel):
-    """``server_vad``: the end of a turn is found by voice activity."""
+    """Both kinds in one; ``_DETECTION_FIELDS`` says which fields belong to which.
 
-    type: Annotated[Literal["server_vad"], BeforeValidator(_server_vad)] = "server_vad"
+    Without a ``type`` an update is for the kind that the session has.
+    """
+
+    type: DetectionKind = "server_vad"
     threshold: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     prefix_padding_ms: Annotated[int, Field(ge=0, le=5_000)] = 300
     silence_duration_ms: Annotated[int, Field(ge=100, le=10_000)] = 500
+    eagerness: Eagerness = "auto"
     create_response: bool = True
     interrupt_response: bool = True
-    idle_timeout_ms: Annotated[
-        None, only(None, what="Idle prompts are not supported by this server yet.")
-    ] = None
+    idle_timeout_ms: Annotated[int | None, Field(ge=5_000, le=30_000)] = None
+
+
+_COMMON_DETECTION = ("type", "create_response", "interrupt_response")
+_DETECTION_FIELDS: dict[DetectionKind, tuple[str, ...]] = {
+    "server_vad": (
+        *_COMMON_DETECTION,
+        "threshold",
+        "prefix_padding_ms",
+        "silence_duration_ms",
+        "idle_timeout_ms",
+    ),
+    "semantic_vad": (*_COMMON_DETECTION, "eagerness"),
+}
+
+
+class NoiseReductionParams(WireModel):
+    """``{"type": "near_field"}`` (headset) or ``far_field`` (speakerphone)."""
+
+    type: NoiseReduction
 
 
 class AudioInput(WireModel):
     """``session.audio.input``."""
 
     format: Annotated[Format, null_is(Format(type="audio/pcm"))] = Format(type="audio/pcm")
-    noise_reduction: Annotated[
-        None, only(None, what="Noise reduction is not supported by this server yet.")
-    ] = None
+    noise_reduction: NoiseReductionParams | None = None
     transcription: Transcription | None = None
     turn_detection: TurnDetectionParams | None = None
 
@@ -173,15 +148,49 @@ class AudioParams(WireModel):
 
 
 class ParleyParams(WireModel):
-    """Our own extension: ``trace`` asks for a ``parley.turn.trace`` event after each turn."""
+    """Our own extension: ``trace`` asks for a ``parley.turn.trace`` event after each turn.
+
+    ``tools``: which of the server's own tools the model may call; null: all of them.
+    """
 
     trace: bool = False
+    tools: Annotated[list[ShortText] | None, Field(max_length=128)] = None
 
 
 def _session_type(value: Any) -> Any:
     if value == "transcription":
         raise unsupported("Only sessions of type 'realtime' are offered.")
     return value
+
+
+def _tracing(value: Any) -> None:
+    """Asks OpenAI to keep a trace. Every turn is traced here, and nothing is sent elsewhere."""
+    names = ("workflow_name", "group_id", "metadata")
+    if value in (None, "auto") or (isinstance(value, dict) and not set(value).difference(names)):
+        return
+    raise invalid(f'expected "auto", null, or an object with {", ".join(names)}')
+
+
+def _truncation(value: Any) -> float | None:
+    """Of a prompt that is too long this share is kept; 0: none, it is an error."""
+    if value in (None, "auto"):
+        return None
+    if value == "disabled":
+        return 0.0
+    if isinstance(value, dict) and value.get("type") == "retention_ratio":
+        if set(value) != {"type", "retention_ratio"}:
+            raise unsupported("Only 'retention_ratio' can be chosen, no limits in tokens.")
+        ratio = value["retention_ratio"]
+        if isinstance(ratio, int | float) and 0.0 < ratio <= 1.0:
+            return float(ratio)
+        raise invalid("expected a retention_ratio above 0 and at most 1")
+    raise invalid('expected "auto", "disabled", or {"type": "retention_ratio", ...}')
+
+
+def _truncation_to_wire(ratio: float | None) -> str | dict[str, Any]:
+    if ratio is None:
+        return "auto"
+    return {"type": "retention_ratio", "retention_ratio": ratio} if ratio else "disabled"
 
 
 class SessionParams(WireModel):
@@ -192,14 +201,11 @@ class SessionParams(WireModel):
     instructions: Annotated[Text, null_is("")] = ""
     output_modalities: Annotated[Modalities, null_is(["audio"])] = ["audio"]
     max_output_tokens: MaxOutputTokens = None
-    tools: NoTools = None
-    tool_choice: ToolChoice = None
+    tools: Tools = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
-    truncation: Annotated[
-        str | None,
-        only(None, "auto", what="Only 'auto': the oldest messages are left out when needed."),
-    ] = None
-    tracing: Annotated[None, only(None, what="Use session.parley.trace to receive traces.")] = None
+    truncation: Annotated[float | None, BeforeValidator(_truncation)] = None
+    tracing: Annotated[None, BeforeValidator(_tracing)] = None
     prompt: Annotated[
         None, only(None, what="Stored prompts are not supported; use instructions.")
     ] = None
@@ -214,6 +220,8 @@ class SessionParams(WireModel):
 
 
 _Model = TypeVar("_Model", bound=WireModel)
+# Replaced, not merged: their fields belong together.
+_WHOLE = (Format, TurnDetectionParams, NoiseReductionParams)
 
 
 def _merged(current: _Model, update: _Model, defaults: _Model) -> _Model:
@@ -221,7 +229,7 @@ def _merged(current: _Model, update: _Model, defaults: _Model) -> _Model:
     changes: dict[str, Any] = {}
     for name in update.model_fields_set:
         value, base = getattr(update, name), getattr(current, name)
-        if isinstance(value, WireModel) and not isinstance(value, Format):
+        if isinstance(value, WireModel) and not isinstance(value, _WHOLE):
             start = base if base is not None else getattr(defaults, name)
             value = _merged(start, value, getattr(defaults, name))
         changes[name] = value
@@ -229,10 +237,16 @@ def _merged(current: _Model, update: _Model, defaults: _Model) -> _Model:
 
 
 class SessionState:
-    """The session object of one connection. ``model``: the name that the client asked for."""
+    """The session object of one connection. ``model``: the name that the client asked for.
 
-    def __init__(self, settings: Settings, names: Names, model: str) -> None:
+    ``server_tools``: names of the server's own tools.
+    """
+
+    def __init__(
+        self, settings: Settings, names: Names, model: str, server_tools: tuple[str, ...] = ()
+    ) -> None:
         self._names = names
+        self._server_tools = server_tools
         self._defaults = SessionParams(
             model=model,
             instructions=settings.instructions,
@@ -240,6 +254,7 @@ class SessionState:
                 input=AudioInput(
                     transcription=Transcription(model=names.transcriber),
                     turn_detection=TurnDetectionParams(
+                        type=settings.turn_detection,
                         threshold=settings.vad_threshold,
                         prefix_padding_ms=settings.vad_prefix_padding_ms,
                         silence_duration_ms=settings.vad_silence_ms,
@@ -255,10 +270,12 @@ class SessionState:
 
         ``voice_locked``: the client has heard the voice; it cannot change any more.
         """
-        check_names(self._names, update)
+        self._check_names(update)
+        update = self._with_detection(update)
         merged = _merged(self.params, update, self._defaults)
         # The session keeps the name by which it was opened; every accepted name means the same.
         merged = merged.model_copy(update={"model": self.params.model})
+        self._check_tools(merged)
         if voice_locked and merged.audio.output.voice != self.params.audio.output.voice:
             raise ClientError(
                 "Cannot update a conversation's voice if assistant audio is present.",
@@ -267,49 +284,55 @@ class SessionState:
             )
         return merged
 
+    def _check_names(self, update: SessionParams) -> None:
+        given, heard = update.audio.output, update.audio.input.transcription
+        if update.model is not None and not self._names.is_model(update.model):
+            raise model_not_found(update.model, "session.model")
+        if "voice" in given.model_fields_set:
+            check_voice(self._names, given.voice, "session.audio.output.voice")
+        if heard is not None:
+            check_transcription(self._names, heard.model, heard.language)
 
-def check_names(names: Names, update: SessionParams) -> None:
-    """Raise ClientError for a model, voice, transcriber or language that is not here."""
-    given, heard = update.audio.output, update.audio.input.transcription
-    if update.model is not None and not names.is_model(update.model):
-        raise model_not_found(update.model, "session.model")
-    if "voice" in given.model_fields_set:
-        check_voice(names, given.voice, "session.audio.output.voice")
-    if heard is None:
-        return
-    path = "session.audio.input.transcription"
-    if heard.model is not None and not names.is_transcriber(heard.model):
-        raise ClientError(
-            f"Invalid value for '{path}.model': {heard.model!r} is not loaded. Supported values "
-            f"are: {names.transcriber!r}, and OpenAI's names, which stand for it.",
-            code="invalid_value",
-            param=f"{path}.model",
-        )
-    language = (heard.language or "").lower()
-    if language and names.english_only and language.split("-")[0] not in ("en", "english"):
-        raise ClientError(
-            f"Unsupported value for '{path}.language': {names.transcriber!r} knows English only.",
-            code="unsupported_value",
-            param=f"{path}.language",
-        )
+    def _check_tools(self, params: SessionParams) -> None:
+        chosen = params.parley.tools
+        for index, name in enumerate(chosen or ()):
+            if name not in self._server_tools:
+                raise ClientError(
+                    f"Invalid value for 'session.parley.tools[{index}]': {name!r}. This server has "
+                    f"{', '.join(self._server_tools) or 'no tools of its own'}.",
+                    code="invalid_value",
+                    param=f"session.parley.tools[{index}]",
+                )
+        offered = self._server_tools if chosen is None else tuple(chosen)
+        check_tools(tools_of(params.tools), params.tool_choice, offered, "session")
 
+    def _with_detection(self, update: SessionParams) -> SessionParams:
+        """``update`` with its turn detection as a whole, for the kind that it is about.
 
-def check_voice(names: Names, voice: str, param: str) -> None:
-    """Raise ClientError for a voice that is neither loaded nor an alias."""
-    if not names.is_voice(voice):
-        raise ClientError(
-            f"Invalid value for '{param}': {voice!r}. Supported values are: {names.voice!r}, and "
-            f"{', '.join(sorted(OPENAI_VOICES))}, which stand for it.",
-            code="invalid_value",
-            param=param,
-        )
-
-
-def model_not_found(model: str, param: str) -> ClientError:
-    """The error for a model that this server does not have."""
-    return ClientError(
-        f"The model '{model}' does not exist on this server.", code="model_not_found", param=param
-    )
+        A change of the kind starts from the defaults. Raises ClientError for a field of the other
+        kind.
+        """
+        given = update.audio.input.turn_detection
+        if given is None:
+            return update
+        default = self._defaults.audio.input.turn_detection
+        assert default is not None
+        current = self.params.audio.input.turn_detection or default
+        kind = given.type if "type" in given.model_fields_set else current.type
+        allowed = _DETECTION_FIELDS[kind]
+        if foreign := sorted(given.model_fields_set.difference(allowed)):
+            param = f"session.audio.input.turn_detection.{foreign[0]}"
+            raise ClientError(
+                f"Unknown parameter: '{param}': turn detection of type {kind!r} has "
+                f"{', '.join(allowed)}.",
+                code="unknown_parameter",
+                param=param,
+            )
+        start = current if kind == current.type else default
+        whole = _merged(start, given, default).model_copy(update={"type": kind})
+        heard = update.audio.input.model_copy(update={"turn_detection": whole})
+        audio = update.audio.model_copy(update={"input": heard})
+        return update.model_copy(update={"audio": audio})
 
 
 def to_config(params: SessionParams) -> SessionConfig:
@@ -321,10 +344,16 @@ def to_config(params: SessionParams) -> SessionConfig:
         instructions=params.instructions,
         modality=params.output_modalities[0],
         max_output_tokens=params.max_output_tokens,
+        noise_reduction=heard.noise_reduction.type if heard.noise_reduction else None,
         turn_detection=_turn_detection(vad) if vad is not None else None,
         input_format=heard.format.audio_format,
         output_format=spoken.format.audio_format,
         speed=spoken.speed,
+        tools=tools_of(params.tools),
+        tool_choice=params.tool_choice or ToolChoice(),
+        parallel_tool_calls=bool(params.parallel_tool_calls),
+        server_tools=tuple(params.parley.tools) if params.parley.tools is not None else None,
+        retention_ratio=params.truncation,
         transcribe=transcription is not None,
         language=language.lower().split("-")[0] if language else None,
         transcription_prompt=transcription.prompt if transcription else None,
@@ -334,16 +363,21 @@ def to_config(params: SessionParams) -> SessionConfig:
 
 def _turn_detection(vad: TurnDetectionParams) -> TurnDetection:
     return TurnDetection(
+        kind=vad.type,
         threshold=vad.threshold,
         prefix_padding_ms=vad.prefix_padding_ms,
         silence_duration_ms=vad.silence_duration_ms,
+        eagerness=vad.eagerness,
         create_response=vad.create_response,
         interrupt_response=vad.interrupt_response,
+        idle_timeout_ms=vad.idle_timeout_ms,
     )
 
 
-def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
-    """The session object as the server shows it. ``expires_at`` null: sessions do not expire."""
+def to_wire(
+    session_id: str, params: SessionParams, expires_at_s: int | None = None
+) -> dict[str, Any]:
+    """The session object as the server shows it. ``expires_at_s``: None when it has not begun."""
     heard, spoken = params.audio.input, params.audio.output
     transcription, vad = heard.transcription, heard.turn_detection
     return {
@@ -351,23 +385,24 @@ def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
         "object": "realtime.session",
         "id": session_id,
         "model": params.model,
-        "expires_at": None,
+        "expires_at": expires_at_s,
         "instructions": params.instructions,
         "output_modalities": params.output_modalities,
         "max_output_tokens": params.max_output_tokens or "inf",
-        "tools": [],
-        "tool_choice": params.tool_choice or "auto",
-        "truncation": "auto",
+        "tools": [tool.model_dump(exclude_none=True) for tool in params.tools or ()],
+        "tool_choice": choice_to_wire(params.tool_choice),
+        "truncation": _truncation_to_wire(params.truncation),
         "tracing": None,
         "prompt": None,
         "include": None,
         "audio": {
             "input": {
                 "format": heard.format.to_wire(),
+                # What is in effect, whatever was asked for: nothing is done about noise yet.
                 "noise_reduction": None,
                 "transcription": transcription
                 and transcription.model_dump(include={"model", "language", "prompt"}),
-                "turn_detection": vad and vad.model_dump(),
+                "turn_detection": vad and vad.model_dump(include=set(_DETECTION_FIELDS[vad.type])),
             },
             "output": {
                 "format": spoken.format.to_wire(),
@@ -375,5 +410,5 @@ def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
                 "speed": spoken.speed,
             },
         },
-        "parley": {"trace": params.parley.trace},
+        "parley": params.parley.model_dump(),
     }

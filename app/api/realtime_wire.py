@@ -12,6 +12,9 @@ from app.conversation.ids import new_id
 
 Wire = dict[str, Any]
 
+# Under this name the server's own tools appear.
+SERVER_LABEL = "parley"
+
 # Why a response did not complete, as far as the protocol has names for it.
 _REASONS = ("turn_detected", "client_cancelled", "max_output_tokens", "content_filter")
 
@@ -24,8 +27,17 @@ class Speaker:
     voice: str
 
 
+@dataclass(slots=True)
+class _Running:
+    """What later events of a running response need to know of it."""
+
+    is_spoken: bool
+    in_conversation: bool
+    items: dict[str, e.Item]  # by their ids, in the order of their output index
+
+
 class WireMapper:
-    """Server events of one connection. Remembers which running response is spoken, which written.
+    """Server events of one connection. Remembers the running responses and their items.
 
     ``speaker`` is replaced after every session update.
     """
@@ -33,7 +45,7 @@ class WireMapper:
     def __init__(self, conversation_id: str, speaker: Speaker) -> None:
         self.conversation_id = conversation_id
         self.speaker = speaker
-        self._is_spoken: dict[str, bool] = {}
+        self._running: dict[str, _Running] = {}
 
     @singledispatchmethod
     def to_wire(self, event: e.SessionEvent) -> list[Wire]:
@@ -73,6 +85,24 @@ class WireMapper:
     @to_wire.register
     def _(self, event: e.InputCleared) -> list[Wire]:
         return [server_event("input_audio_buffer.cleared")]
+
+    @to_wire.register
+    def _(self, event: e.IdleTimedOut) -> list[Wire]:
+        return [
+            server_event(
+                "input_audio_buffer.timeout_triggered",
+                item_id=event.item_id,
+                audio_start_ms=event.audio_start_ms,
+                audio_end_ms=event.audio_end_ms,
+            )
+        ]
+
+    @to_wire.register
+    def _(self, event: e.DtmfReceived) -> list[Wire]:
+        received_at = event.received_at_s
+        kind = "input_audio_buffer.dtmf_event_received"
+        # The API gives this event no event_id.
+        return [{"type": kind, "event": event.key, "received_at": received_at}]
 
     @to_wire.register
     def _(self, event: e.ItemAdded) -> list[Wire]:
@@ -138,68 +168,108 @@ class WireMapper:
 
     @to_wire.register
     def _(self, event: e.ResponseStarted) -> list[Wire]:
-        self._is_spoken[event.response.id] = event.response.modality == "audio"
+        response = event.response
+        self._running[response.id] = _Running(
+            response.modality == "audio", response.in_conversation, {}
+        )
         return [server_event("response.created", response=self.response_object(event.response))]
 
     @to_wire.register
     def _(self, event: e.OutputStarted) -> list[Wire]:
-        spoken = self._is_spoken[event.response_id]
+        running, item = self._running[event.response_id], event.item
+        running.items[item.id] = item
         # The item is shown as it begins: what it will say is not known yet.
-        item = item_object(event.item) | {"status": "in_progress", "content": []}
-        part = {"type": "audio", "transcript": ""} if spoken else {"type": "text", "text": ""}
-        return [
-            server_event(
-                "response.output_item.added",
-                response_id=event.response_id,
-                output_index=0,
-                item=item,
-            ),
-            server_event(
-                "conversation.item.added", previous_item_id=event.previous_item_id, item=item
-            ),
-            _in_part("response.content_part.added", event.response_id, event.item.id, part=part),
-        ]
+        shown = item_object(item)
+        if item.call is None:
+            shown |= {"status": "in_progress", "content": []}
+        else:
+            shown["arguments"] = ""
+        events = [self._of_item("response.output_item.added", event.response_id, item, shown)]
+        if running.in_conversation:
+            events.append(
+                server_event(
+                    "conversation.item.added", previous_item_id=event.previous_item_id, item=shown
+                )
+            )
+        if item.call is None:
+            part = {"type": "text", "text": ""}
+            if running.is_spoken:
+                part = {"type": "audio", "transcript": ""}
+            at = (event.response_id, item.id)
+            events.append(self._in_part("response.content_part.added", *at, part=part))
+        elif item.call.runs_here:
+            events.append(
+                server_event(
+                    "response.mcp_call.in_progress",
+                    item_id=item.id,
+                    output_index=self._output_index(event.response_id, item.id),
+                )
+            )
+        return events
 
     @to_wire.register
     def _(self, event: e.OutputText) -> list[Wire]:
-        spoken = self._is_spoken[event.response_id]
+        spoken = self._running[event.response_id].is_spoken
         kind = "response.output_audio_transcript.delta" if spoken else "response.output_text.delta"
-        return [_in_part(kind, event.response_id, event.item_id, delta=event.text)]
+        return [self._in_part(kind, event.response_id, event.item_id, delta=event.text)]
 
     @to_wire.register
     def _(self, event: e.OutputAudio) -> list[Wire]:
         delta = base64.b64encode(event.audio).decode("ascii")
         kind = "response.output_audio.delta"
-        return [_in_part(kind, event.response_id, event.item_id, delta=delta)]
+        return [self._in_part(kind, event.response_id, event.item_id, delta=delta)]
+
+    @to_wire.register
+    def _(self, event: e.OutputArguments) -> list[Wire]:
+        return [self._of_call("delta", event.response_id, event.item_id, delta=event.text)]
+
+    @to_wire.register
+    def _(self, event: e.PlaybackCut) -> list[Wire]:
+        return []  # a client that plays the audio itself acts on speech_started, or on its own will
 
     @to_wire.register
     def _(self, event: e.OutputDone) -> list[Wire]:
         response_id, item = event.response_id, event.item
-        text = "".join(part.text or "" for part in item.content)
         shown = item_object(item)
-        if self._is_spoken[response_id]:
+        events = self._call_done(response_id, item) if item.call else self._part_done(event)
+        events.append(self._of_item("response.output_item.done", response_id, item, shown))
+        if self._running[response_id].in_conversation:
+            events.append(_item_event("conversation.item.done", item, event.previous_item_id))
+        return events
+
+    def _part_done(self, event: e.OutputDone) -> list[Wire]:
+        at = (event.response_id, event.item.id)
+        text = "".join(part.text or "" for part in event.item.content)
+        if self._running[event.response_id].is_spoken:
             part = {"type": "audio", "transcript": text}
             done = [
-                _in_part("response.output_audio.done", response_id, item.id),
-                _in_part(
-                    "response.output_audio_transcript.done", response_id, item.id, transcript=text
-                ),
+                self._in_part("response.output_audio.done", *at),
+                self._in_part("response.output_audio_transcript.done", *at, transcript=text),
             ]
         else:
             part = {"type": "text", "text": text}
-            done = [_in_part("response.output_text.done", response_id, item.id, text=text)]
+            done = [self._in_part("response.output_text.done", *at, text=text)]
+        return [*done, self._in_part("response.content_part.done", *at, part=part)]
+
+    def _call_done(self, response_id: str, item: e.Item) -> list[Wire]:
+        assert item.call is not None
+        fields: Wire = {"arguments": item.call.arguments}
+        if not item.call.runs_here:
+            fields["name"] = item.call.name
+            return [self._of_call("done", response_id, item.id, **fields)]
+        outcome = "completed" if item.call.error is None else "failed"
         return [
-            *done,
-            _in_part("response.content_part.done", response_id, item.id, part=part),
+            self._of_call("done", response_id, item.id, **fields),
             server_event(
-                "response.output_item.done", response_id=response_id, output_index=0, item=shown
+                f"response.mcp_call.{outcome}",
+                item_id=item.id,
+                output_index=self._output_index(response_id, item.id),
             ),
-            _item_event("conversation.item.done", item, event.previous_item_id),
         ]
 
     @to_wire.register
     def _(self, event: e.ResponseDone) -> list[Wire]:
-        self._is_spoken.pop(event.response.id, None)
+        self._running.pop(event.response.id, None)
         return [server_event("response.done", response=self.response_object(event.response))]
 
     @to_wire.register
@@ -215,13 +285,36 @@ class WireMapper:
             "status": response.status,
             "status_details": _status_details(response),
             "output": [item_object(item) for item in response.output],
-            "conversation_id": self.conversation_id,
+            "conversation_id": self.conversation_id if response.in_conversation else None,
             "output_modalities": [response.modality],
             "max_output_tokens": response.max_output_tokens or "inf",
             "audio": {"output": {"format": self.speaker.format, "voice": self.speaker.voice}},
             "usage": _usage(response.usage) if ended else None,
             "metadata": response.metadata,
         }
+
+    def _output_index(self, response_id: str, item_id: str) -> int:
+        return list(self._running[response_id].items).index(item_id)
+
+    def _of_item(self, kind: str, response_id: str, item: e.Item, shown: Wire) -> Wire:
+        index = self._output_index(response_id, item.id)
+        return server_event(kind, response_id=response_id, output_index=index, item=shown)
+
+    def _in_part(self, kind: str, response_id: str, item_id: str, **fields: Any) -> Wire:
+        at = {"response_id": response_id, "item_id": item_id}
+        index = self._output_index(response_id, item_id)
+        return server_event(kind, **at, output_index=index, content_index=0, **fields)
+
+    def _of_call(self, end: str, response_id: str, item_id: str, **fields: Any) -> Wire:
+        call = self._running[response_id].items[item_id].call
+        assert call is not None
+        at = {"response_id": response_id, "item_id": item_id}
+        index = self._output_index(response_id, item_id)
+        if call.runs_here:
+            kind = f"response.mcp_call_arguments.{end}"
+            return server_event(kind, **at, output_index=index, **fields)
+        kind = f"response.function_call_arguments.{end}"
+        return server_event(kind, **at, output_index=index, call_id=call.call_id, **fields)
 
 
 def server_event(kind: str, **fields: Any) -> Wire:
@@ -249,15 +342,40 @@ def error_event(
 
 
 def item_object(item: e.Item) -> Wire:
-    """An item as clients see it: everything but the audio."""
-    return {
-        "id": item.id,
-        "object": "realtime.item",
-        "type": "message",
-        "status": item.status,
-        "role": item.role,
-        "content": [_part_object(part) for part in item.content],
-    }
+    """An item as clients see it: everything but the audio.
+
+    A call of a tool of our own is shown as the API shows calls that the server makes by itself: as
+    an ``mcp_call``, so that no client believes that it should run it.
+    """
+    shown: Wire = {"id": item.id}
+    call, output = item.call, item.output
+    if call is not None and call.runs_here:
+        error = call.error and {"type": "tool_execution_error", "message": call.error}
+        return shown | {
+            "type": "mcp_call",
+            "server_label": SERVER_LABEL,
+            "name": call.name,
+            "arguments": call.arguments,
+            "output": call.output,
+            "error": error,
+            "approval_request_id": None,
+        }
+    shown |= {"object": "realtime.item", "status": item.status}
+    if call is not None:
+        return shown | {
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+    if output is not None:
+        return shown | {
+            "type": "function_call_output",
+            "call_id": output.call_id,
+            "output": output.output,
+        }
+    content = [_part_object(part) for part in item.content]
+    return shown | {"type": "message", "role": item.role, "content": content}
 
 
 def _part_object(part: e.Part) -> Wire:
@@ -268,12 +386,6 @@ def _part_object(part: e.Part) -> Wire:
 
 def _item_event(kind: str, item: e.Item, previous_item_id: str | None) -> Wire:
     return server_event(kind, previous_item_id=previous_item_id, item=item_object(item))
-
-
-def _in_part(kind: str, response_id: str, item_id: str, **fields: Any) -> Wire:
-    return server_event(
-        kind, response_id=response_id, item_id=item_id, output_index=0, content_index=0, **fields
-    )
 
 
 def _status_details(response: e.Response) -> Wire | None:

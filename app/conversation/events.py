@@ -28,13 +28,48 @@ class Part:
 
 
 @dataclass(slots=True)
+class ToolCall:
+    """The model calls a tool; ``arguments`` is JSON text, as the model wrote it.
+
+    ``runs_here``: the tool is the server's own. Then ``output`` or ``error`` say how it went (both
+    None: it has not come back); otherwise the client runs it, and gives a ``ToolOutput``.
+    """
+
+    call_id: str
+    name: str
+    arguments: str = ""
+    runs_here: bool = False
+    output: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutput:
+    """What the client's tool gave back."""
+
+    call_id: str
+    output: str
+
+
+@dataclass(slots=True)
 class Item:
-    """A message of the conversation."""
+    """One entry of the conversation: a message, or a tool's call or output (then no content)."""
 
     id: str
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: list[Part] = field(default_factory=list)
     status: ItemStatus = "completed"
+    call: ToolCall | None = None
+    output: ToolOutput | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """Length of all text in it."""
+        num_chars = sum(len(part.text or "") for part in self.content)
+        if self.call is not None:
+            call = self.call
+            num_chars += len(call.arguments) + len(call.output or "") + len(call.error or "")
+        return num_chars + (len(self.output.output) if self.output is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +86,7 @@ class Response:
     """One answer of the assistant.
 
     ``reason``: turn_detected, client_cancelled, max_output_tokens, or an error code (failed).
+    ``in_conversation`` False: out of band, its items do not become part of the conversation.
     """
 
     id: str
@@ -62,6 +98,7 @@ class Response:
     usage: ResponseUsage = field(default_factory=ResponseUsage)
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
+    in_conversation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +128,23 @@ class InputCommitted:
 @dataclass(frozen=True, slots=True)
 class InputCleared:
     """The input audio buffer was emptied at the client's wish."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTimedOut:
+    """Nobody spoke for ``idle_timeout_ms``; the silence from start to end became ``item_id``."""
+
+    item_id: str
+    audio_start_ms: int
+    audio_end_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DtmfReceived:
+    """The caller pressed a key of the phone. ``received_at_s``: seconds since the epoch."""
+
+    key: str
+    received_at_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +214,7 @@ class ResponseStarted:
 
 @dataclass(frozen=True, slots=True)
 class OutputStarted:
-    """The response's message item and its single content part exist now."""
+    """An item of the response exists now: a message with its single content part, or a call."""
 
     response_id: str
     item: Item
@@ -186,8 +240,22 @@ class OutputAudio:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaybackCut:
+    """Whatever is being played must fall silent now; comes before the response's own end."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputArguments:
+    """A piece of a call's arguments."""
+
+    response_id: str
+    item_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDone:
-    """The response's message item is finished, cut, or abandoned (see ``item.status``)."""
+    """An item of the response is finished, cut, or abandoned (see ``item.status``)."""
 
     response_id: str
     item: Item
@@ -213,6 +281,8 @@ SessionEvent = (
     | SpeechStopped
     | InputCommitted
     | InputCleared
+    | IdleTimedOut
+    | DtmfReceived
     | ItemAdded
     | ItemDone
     | ItemDeleted
@@ -224,6 +294,8 @@ SessionEvent = (
     | OutputStarted
     | OutputText
     | OutputAudio
+    | PlaybackCut
+    | OutputArguments
     | OutputDone
     | ResponseDone
     | TurnTraced

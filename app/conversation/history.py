@@ -5,12 +5,14 @@ history   what is kept = text whose audio lies wholly in [0, heard)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from app.conversation.events import Item
+from app.conversation.events import Item, ToolCall
 from app.errors import ClientError
 from audio.playout import PlayoutTimeline
-from llm_core import ChatMessage
+from llm_core import ChatMessage, ToolSpec
+from llm_core import ToolCall as LlmToolCall
 
 MAX_ITEMS = 2_000
 MAX_CHARS = 4_000_000
@@ -40,6 +42,7 @@ class _Entry:
     item: Item
     spoken: SpokenRecord | None = None
     is_forgotten: bool = False  # by the model: its context is too short for the whole conversation
+    is_for_model: bool = True
 
     @property
     def words(self) -> str:
@@ -51,27 +54,41 @@ class History:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._evicted: list[str] = []
+
+    @classmethod
+    def of(cls, items: Iterable[Item]) -> History:
+        """A history of its own that holds ``items``."""
+        history = cls()
+        history._entries = [_Entry(item) for item in items]
+        return history
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def append_own(self, item: Item) -> str | None:
+    def append_own(self, item: Item, *, is_for_model: bool = True) -> str | None:
         """Append an item that the server made. Never fails: a full history loses its oldest items.
 
-        Returns the id of the item before it.
+        Returns the id of the item before it. What was lost is for ``take_evicted`` to tell. What is
+        not ``is_for_model`` is left out of ``messages``.
         """
         while len(self._entries) >= MAX_ITEMS or self._num_chars() > MAX_CHARS:
-            del self._entries[0]
-        self._entries.append(_Entry(item))
+            self._evicted.append(self._entries.pop(0).item.id)
+        self._entries.append(_Entry(item, is_for_model=is_for_model))
         return self.previous_id(item.id)
+
+    def take_evicted(self) -> list[str]:
+        """Ids of the items that were lost since the last call; the client must hear of them."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def add(self, item: Item, previous_item_id: str | None = None) -> str | None:
         """Insert a client's item, at the end or behind ``previous_item_id`` ("root": in front).
 
         Returns the id of the item before it. Raises ClientError when the item's id is taken, the
-        previous item is unknown, or the history is full.
+        previous item is unknown, the history is full, or a tool's output belongs to no call.
         """
-        num_chars = self._num_chars() + sum(len(part.text or "") for part in item.content)
+        num_chars = self._num_chars() + item.num_chars
         if len(self._entries) >= MAX_ITEMS or num_chars > MAX_CHARS:
             raise ClientError(
                 f"the conversation is full ({MAX_ITEMS} items or {MAX_CHARS} characters): delete "
@@ -84,6 +101,8 @@ class History:
                 code="item_create_duplicate_item_id",
                 param="item.id",
             )
+        if item.output is not None:
+            self._check_output(item.output.call_id)
         at = len(self._entries)
         if previous_item_id == "root":
             at = 0
@@ -146,30 +165,76 @@ class History:
             )
         _set_heard(entry, audio_end_ms * entry.spoken.rate // 1000)
 
-    def messages(self, instructions: str) -> list[ChatMessage]:
-        """The conversation for the model.
+    def messages(self, instructions: str, tools: tuple[ToolSpec, ...] = ()) -> list[ChatMessage]:
+        """The conversation for the model, which may call ``tools``.
 
-        Items without words (silence, an answer of which nothing was heard) are left out.
+        Items without words (silence, an answer of which nothing was heard) are left out, and so are
+        calls that have not come back.
         """
-        said = [
-            ChatMessage(entry.item.role, words)
-            for entry in self._entries
-            if not entry.is_forgotten and (words := entry.words)
-        ]
-        return ([ChatMessage("system", instructions)] if instructions else []) + said
+        said = [message for message, _ in self._told()]
+        if not instructions and not tools:
+            return said
+        return [ChatMessage("system", instructions, tools=tools), *said]
 
     def forget_oldest(self, num_messages: int) -> None:
         """Leave the oldest ``num_messages`` out of ``messages`` from now on.
 
         The cut stays where it is, so that the prompts to come share their beginning.
         """
-        for entry in self._entries:
-            if num_messages > 0 and not entry.is_forgotten and entry.words:
+        for _, entries in self._told()[: max(0, num_messages)]:
+            for entry in entries:
                 entry.is_forgotten = True
-                num_messages -= 1
+
+    def _told(self) -> list[tuple[ChatMessage, list[_Entry]]]:
+        """The messages, each with the entries that it tells of.
+
+        A call and what came of it stand together, wherever the client has put its output: behind
+        the words that the model said before it, in the same message as calls beside it.
+        """
+        outputs = {e.item.output.call_id: e for e in self._entries if e.item.output is not None}
+        told: list[tuple[ChatMessage, list[_Entry]]] = []
+        results: list[tuple[ChatMessage, list[_Entry]]] = []
+        for entry in self._entries:
+            if entry.is_forgotten or not entry.is_for_model or entry.item.output is not None:
+                continue
+            call = entry.item.call
+            if call is None:
+                if entry.words:
+                    told += [*results, (ChatMessage(entry.item.role, entry.words), [entry])]
+                    results = []
+                continue
+            answer = _result_of(call, outputs)
+            if answer is None:
+                continue
+            text, sources = answer
+            made = LlmToolCall(call_id=call.call_id, name=call.name, arguments=call.arguments)
+            if told and told[-1][0].role == "assistant":
+                message, entries = told.pop()
+                calls = (*message.tool_calls, made)
+                told.append((ChatMessage("assistant", message.content, calls), [*entries, entry]))
+            else:
+                told += results
+                results = []
+                told.append((ChatMessage("assistant", "", (made,)), [entry]))
+            results.append((ChatMessage("tool", text, call_id=call.call_id), sources))
+        return told + results
+
+    def _check_output(self, call_id: str) -> None:
+        calls = [e.item.call for e in self._entries if e.item.call is not None]
+        if not any(call.call_id == call_id and not call.runs_here for call in calls):
+            why = "no function call with this call_id in the conversation"
+        elif any(e.item.output and e.item.output.call_id == call_id for e in self._entries):
+            why = "this function call has its output already"
+        else:
+            return
+        raise ClientError(
+            f"Invalid 'item.call_id' {call_id!r}: {why}.",
+            code="invalid_tool_call_id",
+            param="item.call_id",
+        )
 
     def _num_chars(self) -> int:
-        return sum(len(part.text or "") for e in self._entries for part in e.item.content)
+        return sum(entry.item.num_chars for entry in self._entries)
 
     def _index(self, item_id: str, verb: str, param: str = "item_id") -> int:
         for index, entry in enumerate(self._entries):
@@ -182,17 +247,43 @@ class History:
         )
 
 
-def shortened(messages: list[ChatMessage]) -> list[ChatMessage] | None:
-    """The instructions and the newest messages, about half of the characters; None: no shorter.
+def shortened(messages: list[ChatMessage], ratio: float = 0.5) -> list[ChatMessage] | None:
+    """The instructions and the newest messages, about ``ratio`` of the characters.
 
-    Half, not just enough: the next turns have room too, and a beginning that stays the same.
+    None: it cannot be shorter. Half, not just enough: the next turns have room too, and a beginning
+    that stays the same.
     """
     first = 1 if messages and messages[0].role == "system" else 0
     kept = messages[first:]
-    target = sum(len(message.content) for message in kept) // 2
-    while len(kept) > 1 and sum(len(message.content) for message in kept) > target:
+    target = int(sum(len(message.content) for message in kept) * ratio)
+    while len(kept) > 1 and (
+        len(kept) == len(messages) - first
+        or sum(len(message.content) for message in kept) > target
+        or kept[0].role == "tool"
+    ):
         kept = kept[1:]
     return messages[:first] + kept if len(kept) < len(messages) - first else None
+
+
+def without_tools(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The same prompt, offering nothing to call."""
+    first, rest = messages[0], messages[1:]
+    if not first.tools:
+        return messages
+    kept = [ChatMessage(first.role, first.content)] if first.content else []
+    return [*kept, *rest]
+
+
+def _result_of(call: ToolCall, outputs: dict[str, _Entry]) -> tuple[str, list[_Entry]] | None:
+    """What came of a call, for the model, and the entry that holds it; None: nothing yet."""
+    if call.runs_here:
+        if call.error is not None:
+            return f"Error: {call.error}", []
+        return None if call.output is None else (call.output, [])
+    entry = outputs.get(call.call_id)
+    if entry is None or entry.item.output is None:
+        return None
+    return entry.item.output.output, [entry]
 
 
 def _set_heard(entry: _Entry, heard_samples: int) -> None:

@@ -6,6 +6,6 @@ import secrets
 from typing import Literal
 
 
-def new_id(prefix: Literal["sess", "item", "resp", "turn", "event"]) -> str:
+def new_id(prefix: Literal["sess", "item", "resp", "turn", "event", "call"]) -> str:
     """A fresh identifier, unguessable and short enough for logs."""
     return f"{prefix}_{secrets.token_hex(10)}"

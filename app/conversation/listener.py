@@ -16,10 +16,12 @@ import numpy as np
 from app.conversation.session_config import SessionConfig
 from app.errors import AudioInputError
 from audio.codecs import decode
+from audio.echo import EchoGuard
 from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
 from audio.errors import AudioError
 from audio.frame import SPEECH_RATE, Samples
 from audio.resample import StreamResampler
+from audio.turn_end import WAITS
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 
 RATE = SPEECH_RATE
@@ -40,6 +42,7 @@ class Listener:
         self._vad = VadStream(vad)
         self._eager_silence_ms = eager_silence_ms
         self._max_buffer_samples = int(max_buffer_s * RATE)
+        self.echo = EchoGuard()
         self._chunks: deque[Samples] = deque()
         self._kept_from = 0
         self._position = 0
@@ -52,13 +55,18 @@ class Listener:
         """Follow a changed session configuration. A change of detection forgets voice in flight."""
         detection = config.turn_detection
         self._detects = detection is not None
+        # Who asks for plain voice activity gets it, whosever voice it is.
+        self._minds_echo = detection is not None and detection.kind == "semantic_vad"
         vad_config = ServerVadConfig()
         if detection is not None:
+            silence_ms = detection.silence_duration_ms
+            if detection.kind == "semantic_vad":  # until the words are known; see `end_after`
+                silence_ms = WAITS[detection.eagerness].unknown
             vad_config = ServerVadConfig(
                 threshold=detection.threshold,
                 prefix_padding_ms=detection.prefix_padding_ms,
-                silence_ms=detection.silence_duration_ms,
-                eager_silence_ms=min(self._eager_silence_ms, detection.silence_duration_ms),
+                silence_ms=silence_ms,
+                eager_silence_ms=min(self._eager_silence_ms, silence_ms),
             )
         self._endpointer = Endpointer(vad_config)
         self._format = config.input_format
@@ -78,6 +86,12 @@ class Listener:
     def kept_samples(self) -> int:
         """Number of samples in the buffer."""
         return self._position - self._kept_from
+
+    @property
+    def silence_ms(self) -> int:
+        """How long the caller has been silent; 0 before any voice."""
+        last = self.last_voiced_sample
+        return 0 if last is None else (self._position - last) * 1000 // RATE
 
     @property
     def last_voiced_sample(self) -> int | None:
@@ -106,11 +120,31 @@ class Listener:
         start = self._vad.num_samples_judged
         for i, probability in enumerate(self._vad.feed(samples)):
             window_start = start + i * WINDOW_SAMPLES
+            if self.echo.is_sounding and self._minds_echo:
+                probability = self._without_echo(probability, window_start)
             events = self._endpointer.feed(probability, window_start, window_start + WINDOW_SAMPLES)
             if self._detects:
                 yield from events
         if self._detects and self._endpointer.state is VoiceState.SILENT:
             self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
+
+    def _without_echo(self, probability: float, window_start: int) -> float:
+        """The probability of a voice other than our own."""
+        window = self.take(window_start, window_start + WINDOW_SAMPLES)
+        if len(window) == WINDOW_SAMPLES:
+            self.echo.hear(window, window_start)
+            if probability >= self._endpointer.config.exit_threshold and self.echo.is_echo():
+                return 0.0
+        return probability
+
+    def end_after(self, last_voiced_sample: int, silence_ms: int) -> list[VoiceEvent]:
+        """The pause since ``last_voiced_sample`` ends the turn once it lasts ``silence_ms``.
+
+        Returns the end if it has come already. Without effect when the voice came back since.
+        """
+        if last_voiced_sample != self.last_voiced_sample:
+            return []
+        return self._endpointer.wait_for(silence_ms)
 
     def take(self, start_sample: int, end_sample: int | None = None) -> Samples:
         """Samples [start, end) as far as they are kept; ``end`` None means all there is."""

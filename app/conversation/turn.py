@@ -20,26 +20,15 @@ from typing import Literal
 import numpy as np
 
 from app.clock import Clock
-from app.conversation.events import (
-    Item,
-    OutputAudio,
-    OutputDone,
-    OutputStarted,
-    OutputText,
-    Part,
-    Response,
-    ResponseStarted,
-    ResponseUsage,
-    Sink,
-)
-from app.conversation.history import History, SpokenRecord, shortened
-from app.conversation.ids import new_id
-from app.conversation.pacing import PlayoutClock
+from app.conversation.calling import Calling
+from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
+from app.conversation.history import History, shortened, without_tools
+from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
+from app.conversation.tools import Outcome, choice_after_results
 from app.errors import GenerationError, ServiceError, SynthesisError
 from app.observe.trace import TurnTrace
-from audio.codecs import encode
 from audio.errors import AudioError
 from audio.frame import Samples
 from audio.resample import StreamResampler
@@ -62,11 +51,13 @@ _AUDIBLE = 0.003
 
 
 @dataclass(frozen=True, slots=True)
-class Clause:
-    """A piece of the answer. ``samples``: float32 [n] at the output's rate; none when written."""
+class _Piece:
+    """Text on its way to the voice; see ``Clause`` for the rest."""
 
     text: str
-    samples: Samples
+    part: int = 0
+    is_last: bool = False
+    is_filler: bool = False
 
 
 class Turn:
@@ -93,18 +84,27 @@ class Turn:
         self.response = response
         self.trace = trace
         self.on_audio_started: Callable[[], None] = lambda: None
+        self.on_sound: Callable[[Samples, int, int], None] = lambda samples, rate, at_ns: None
+        """Hears of all audio float32 [n] that is sent, its rate, and when it sounds."""
         self._services = services
         self._clock = clock
         self._sink = sink
         self._history = history
         self._prefilled = prefilled
         self._speaks = response.modality == "audio"
-        self._playout = PlayoutClock(config.output_format.rate, services.settings.playout_lead_ms)
-        self._spoken = SpokenRecord(config.output_format.rate)
-        self._item: Item | None = None
+        self._output = Output(
+            response,
+            history,
+            sink,
+            clock,
+            config.output_format,
+            services.settings.playout_lead_ms,
+            self._note_audible,
+        )
         self._work: asyncio.Task[None] | None = None
         self._released = asyncio.Event()
         self._stop_reason: str | None = None
+        self._past_usage = ResponseUsage()  # of the model's earlier replies in this answer
 
     def start(self) -> None:
         """Set the stages to work. Nothing is told or shown before ``run``."""
@@ -159,70 +159,156 @@ class Turn:
     def stop(self, reason: str) -> None:
         """Silence now: no sample leaves after this call. ``run`` then returns soon."""
         self._stop_reason = reason
+        self._output.stop()
         if self._work is not None:
             self._work.cancel()
 
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return self._output.text
+
+    def hold(self) -> None:
+        """Silence now; the answer may go on where it stopped."""
+        self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
+        self._output.hold()
+
+    async def release(self) -> None:
+        """Go on where the answer stopped. Returns when it has caught up."""
+        await self._output.release()
+
+    @property
+    def is_playing(self) -> bool:
+        """The player still has some of it to play."""
+        return self._output.playout.is_playing(self._clock.now_ns())
+
     def cut_to_heard(self) -> None:
         """Cut history to what was heard by now. No-op once all of it was."""
-        now = self._clock.now_ns()
-        if self._item is not None and self._playout.is_playing(now):
-            self._history.cut(self._item.id, self._playout.played_samples(now))
+        self._output.cut_to_heard()
 
     # --- the stages ---
 
     async def _answer(self) -> None:
-        texts: asyncio.Queue[str | None] = asyncio.Queue(maxsize=8)
+        texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
         clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
         async with asyncio.TaskGroup() as stages:
             stages.create_task(self._think(texts))
             stages.create_task(self._voice(texts, clauses))
             stages.create_task(self._present(clauses))
 
-    async def _think(self, texts: asyncio.Queue[str | None]) -> None:
-        """The model's words, in the pieces in which they will be presented."""
+    async def _think(self, texts: asyncio.Queue[_Piece | None]) -> None:
+        """The model's words, in the pieces in which they will be presented.
+
+        When it calls tools of ours, it is asked again with what they gave back: one round each. If
+        it has called often enough, or only asks again what it knows, it must answer in words.
+        """
+        messages, choice = self.messages, self.config.tool_choice
+        known: dict[tuple[str, str], Outcome] = {}
+        max_rounds = self._services.settings.max_tool_rounds
+        may_call = True
+        for number in range(max_rounds + 1):
+            async with Calling(
+                self._services,
+                self.config,
+                choice,
+                self._output,
+                self._released,
+                part=2 * number,
+                known=known,
+                may_call=may_call,
+            ) as calling:
+                await self._read(messages if may_call else without_tools(messages), calling, texts)
+                if not calling.calls:
+                    break
+                results = await calling.results(self._clock, partial(self._say_filler, texts))
+                self._note_calls(calling)
+                if results is None:
+                    break
+            messages, choice = [*messages, *results], choice_after_results(choice)
+            may_call = number + 1 < max_rounds and calling.brought_news
+        await texts.put(None)
+
+    async def _read(
+        self,
+        messages: list[ChatMessage],
+        calling: Calling,
+        texts: asyncio.Queue[_Piece | None],
+    ) -> None:
+        """One reply of the model: its words to ``texts``, its calls to ``calling``."""
         spoken_text, chunker = SpokenText(), ClauseChunker()
-        async with aclosing(self._generate()) as events:
+
+        async def take(text: str) -> None:
+            pieces = chunker.feed(spoken_text.feed(text)) if self._speaks else [text]
+            await self._put_texts(texts, pieces, calling)
+
+        async def take_rest() -> None:
+            """Nothing is said behind a call that was meant before it."""
+            pieces = [*chunker.feed(spoken_text.flush()), *chunker.flush()]
+            await self._put_texts(texts, pieces, calling)
+
+        async with aclosing(self._generate(messages, calling)) as events:
             async for event in events:
                 match event:
                     case FirstToken():
                         self._note_first_token(event)
                     case TextDelta():
                         self._note_tokens(event.num_tokens)
-                        pieces = [event.text]
-                        if self._speaks:
-                            pieces = chunker.feed(spoken_text.feed(event.text))
-                        await self._put_texts(texts, pieces)
+                        await calling.feed(event.text, take, take_rest)
+                        if calling.has_enough:
+                            break
                     case GenerationDone():
                         self._note_done(event)
-        await self._put_texts(texts, [*chunker.feed(spoken_text.flush()), *chunker.flush()])
-        await texts.put(None)
+        await calling.flush(take, take_rest)
+        await take_rest()
+        await texts.put(_Piece("", calling.part, is_last=True))
 
-    async def _put_texts(self, texts: asyncio.Queue[str | None], pieces: list[str]) -> None:
+    async def _put_texts(
+        self, texts: asyncio.Queue[_Piece | None], pieces: list[str], calling: Calling
+    ) -> None:
         for piece in pieces:
             self.trace.mark("first_clause", self._clock.now_ns())
-            await texts.put(piece)
+            calling.has_text = True
+            await texts.put(_Piece(piece, calling.part))
 
-    async def _generate(self) -> AsyncGenerator[GenerationEvent, None]:
-        """The model's answer; drops the oldest messages until the prompt fits the context."""
+    async def _say_filler(self, texts: asyncio.Queue[_Piece | None], part: int) -> None:
+        """A tool takes long: say that we are still here, once what was said has been heard."""
+        filler = self._services.settings.tool_filler
+        if not filler or not self._speaks or "filler" in self.trace.facts:
+            return
+        if wait_s := self._output.playout.remaining_s(self._clock.now_ns()):
+            await self._clock.sleep(wait_s)
+        self.trace.facts["filler"] = filler
+        await texts.put(_Piece(filler, part, is_filler=True))
+        await texts.put(_Piece("", part, is_last=True, is_filler=True))
+
+    async def _generate(
+        self, messages: list[ChatMessage], calling: Calling
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """The model's reply; drops the oldest messages until the prompt fits the context."""
         settings = self._services.settings
+        max_tokens = self.response.max_output_tokens or settings.max_reply_tokens
         params = SamplingParams(
-            max_tokens=self.response.max_output_tokens or settings.max_reply_tokens,
+            max_tokens=max(1, max_tokens - self.response.usage.output_tokens),
             temperature=settings.temperature,
             top_p=settings.top_p,
             repetition_penalty=settings.repetition_penalty,
+            guide=calling.guide,
         )
-        messages = self.messages
+        num_messages = len(messages)
+        ratio = self.config.retention_ratio
         self.trace.mark("llm_submit", self._clock.now_ns())
         await self._wait_for_prefill()
         while True:
-            self.trace.facts["dropped_messages"] = len(self.messages) - len(messages)
+            if calling.part == 0:
+                self.trace.facts["dropped_messages"] = num_messages - len(messages)
             try:
                 async with aclosing(self._services.engine.generate(messages, params)) as events:
-                    async for event in events:
-                        yield event
+                    with self._services.load.generating():
+                        async for event in events:
+                            yield event
                 return
             except PromptTooLongError as error:
-                shorter = shortened(messages)
+                shorter = None if ratio == 0 else shortened(messages, ratio or 0.5)
                 if shorter is None:
                     raise GenerationError(str(error), code=error.code) from error
                 messages = shorter
@@ -236,21 +322,23 @@ class Turn:
             await asyncio.wait([self._prefilled])
 
     async def _voice(
-        self, texts: asyncio.Queue[str | None], clauses: asyncio.Queue[Clause | None]
+        self, texts: asyncio.Queue[_Piece | None], clauses: asyncio.Queue[Clause | None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        rate = self.config.output_format.rate
-        resampler = StreamResampler(self._services.synthesizer.sample_rate, rate)
-        samples = np.zeros(0, np.float32)
-        while (text := await texts.get()) is not None:
-            if self._speaks:
-                job = partial(self._synthesize, text, resampler)
+        rate, own_rate = self.config.output_format.rate, self._services.synthesizer.sample_rate
+        resampler = StreamResampler(own_rate, rate)
+        while (piece := await texts.get()) is not None:
+            samples = np.zeros(0, np.float32)
+            if self._speaks and piece.is_last:  # one stream of sound a message
+                samples, resampler = resampler.flush(), StreamResampler(own_rate, rate)
+            elif self._speaks:
+                job = partial(self._synthesize, piece.text, resampler)
                 samples = await loop.run_in_executor(self._services.workers, job)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
-            await clauses.put(Clause(text, samples))
-        if self._speaks:
-            await clauses.put(Clause("", resampler.flush()))
+            await clauses.put(
+                Clause(piece.text, samples, piece.part, piece.is_last, piece.is_filler)
+            )
         await clauses.put(None)
 
     def _synthesize(self, text: str, resampler: StreamResampler) -> Samples:
@@ -265,63 +353,28 @@ class Turn:
         """Show and play, once it is certain that the answer is wanted."""
         clause = await clauses.get()
         await self._released.wait()
-        item = await self._open_item()
-        while clause is not None:
-            self._spoken.timeline.append(clause.text, len(clause.samples))
-            await self._write(item, clause.text)
-            await self._send(item, clause.samples)
-            clause = await clauses.get()
-
-    # --- to the client ---
-
-    async def _open_item(self) -> Item:
-        part = Part("output_audio" if self._speaks else "output_text", "")
-        item = Item(new_id("item"), "assistant", [part], "in_progress")
         self._history.forget_oldest(self.trace.facts.get("dropped_messages", 0))
-        previous = self._history.append_own(item)
-        if self._speaks:
-            self._history.attach_audio(item.id, self._spoken)
-        self._item = item
-        self.response.output.append(item)
-        await self._sink(OutputStarted(self.response.id, item, previous))
-        return item
-
-    async def _write(self, item: Item, text: str) -> None:
-        if not text:
-            return
-        part = item.content[0]
-        if self._spoken.kept_samples is None:  # else the client has cut it already
-            part.text = (part.text or "") + text
-        if not self._speaks:
-            self.on_audio_started()
-        await self._sink(OutputText(self.response.id, item.id, text))
-
-    async def _send(self, item: Item, samples: Samples) -> None:
-        """Send audio in pieces of 100 ms, never further ahead of its playout than the lead."""
-        fmt = self.config.output_format
-        for start in range(0, len(samples), fmt.rate // 10):
-            chunk = samples[start : start + fmt.rate // 10]
-            if wait_s := self._playout.wait_s(self._clock.now_ns()):
-                await self._clock.sleep(wait_s)
-            if self._stop_reason is not None:
-                return  # woken in the very moment of `stop`, before the cancellation arrived
-            await self._sink(OutputAudio(self.response.id, item.id, encode(chunk, fmt)))
-            sounds_ns = self._playout.sent(len(chunk), self._clock.now_ns())
-            self._spoken.sent_samples += len(chunk)
-            if self._spoken.kept_samples is None:
-                item.content[0].audio_ms = self._spoken.sent_ms
-            self._note_audible(chunk, sounds_ns)
+        while clause is not None:
+            await self._output.say(clause)
+            clause = await clauses.get()
+        await self._output.say_nothing()
 
     # --- notes ---
 
     def _note_first_token(self, event: FirstToken) -> None:
         self.trace.mark("llm_scheduled", event.scheduled_ns)
         self.trace.mark("llm_first_token", event.first_token_ns)
-        self.trace.facts["prompt_tokens"] = event.prompt_tokens
-        self.trace.facts["cached_tokens"] = event.cached_tokens
-        self.response.usage = ResponseUsage(event.prompt_tokens, event.cached_tokens, 0)
+        self.trace.facts.setdefault("prompt_tokens", event.prompt_tokens)
+        self.trace.facts.setdefault("cached_tokens", event.cached_tokens)
+        past = self._past_usage = self.response.usage
+        self.response.usage = ResponseUsage(
+            past.input_tokens + event.prompt_tokens,
+            past.cached_tokens + event.cached_tokens,
+            past.output_tokens,
+        )
 
     def _note_tokens(self, num_tokens: int) -> None:
+        num_tokens += self._past_usage.output_tokens
         usage = self.response.usage
         self.response.usage = ResponseUsage(usage.input_tokens, usage.cached_tokens, num_tokens)
         self.trace.facts["completion_tokens"] = num_tokens
@@ -329,11 +382,20 @@ class Turn:
     def _note_done(self, event: GenerationDone) -> None:
         self._note_tokens(event.usage.completion_tokens)
         self.trace.facts["finish_reason"] = event.finish_reason
-        self.trace.facts["llm_steps"] = event.num_steps
+        self.trace.facts["llm_steps"] = self.trace.facts.get("llm_steps", 0) + event.num_steps
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"
 
+    def _note_calls(self, calling: Calling) -> None:
+        facts = self.trace.facts
+        facts["tool_calls"] = facts.get("tool_calls", 0) + len(calling.calls)
+        facts["tool_ms"] = facts.get("tool_ms", 0.0) + calling.waited_ns / 1e6
+
     def _note_audible(self, chunk: Samples, sounds_ns: int) -> None:
+        if not self._speaks:
+            self.on_audio_started()
+            return
+        self.on_sound(chunk, self.config.output_format.rate, sounds_ns)
         if "first_audio_sent" in self.trace.instants:
             return
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
@@ -348,12 +410,7 @@ class Turn:
     def _end(self, status: Literal["cancelled", "failed"], reason: str | None) -> None:
         self.response.status = status
         self.response.reason = reason
-        if self._item is not None:
-            self._item.status = "incomplete"
-            heard = self._playout.played_samples(self._clock.now_ns())
-            # A failed answer is not taken back: the client plays what it has.
-            kept = heard if status == "cancelled" else self._spoken.sent_samples
-            self._history.cut(self._item.id, kept)
+        self._output.end(status)
 
     def _end_failed(self, errors: ExceptionGroup[Exception]) -> None:
         known = errors.subgroup(ServiceError)
@@ -369,24 +426,19 @@ class Turn:
 
     async def _tell_end(self) -> None:
         response = self.response
+        cut_short = response.reason == "max_output_tokens"
         if response.status == "in_progress":
-            cut_short = response.reason == "max_output_tokens"
             response.status = "incomplete" if cut_short else "completed"
-            if self._item is not None:
-                is_cut = self._spoken.kept_samples is not None
-                self._item.status = "incomplete" if cut_short or is_cut else "completed"
-        if self._item is not None:
-            previous = self._history.previous_id(self._item.id)
-            await self._sink(OutputDone(response.id, self._item, previous))
+        await self._output.tell_end("incomplete" if cut_short else "completed")
         self._complete_trace()
 
     def _complete_trace(self) -> None:
-        self.trace.reply = (self._item.content[0].text or "") if self._item is not None else ""
+        self.trace.reply = self._output.text
         start_ns = min(self.trace.instants.values(), default=0)
         for percent, name in ((99, "loop_lag_p99_ms"), (100, "loop_lag_max_ms")):
             self.trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
-        self.trace.facts["playout_gap_ms"] = self._playout.gap_ns / 1e6
-        self.trace.facts["reply_audio_s"] = self._spoken.sent_samples / self._spoken.rate
+        self.trace.facts["playout_gap_ms"] = self._output.playout.gap_ns / 1e6
+        self.trace.facts["reply_audio_s"] = self._output.audio_s
         self.trace.outcome = {
             "completed": "answered" if self.trace.reply.strip() else "silent",
             "incomplete": "incomplete",

@@ -13,6 +13,7 @@ import numpy as np
 
 from app.clock import MonotonicClock
 from app.conversation.events import Response, ResponseDone, SessionEvent
+from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
@@ -37,7 +38,7 @@ async def warm_up(services: Services) -> None:
     try:
         await session.append_audio(encode(noise, PCM16_24K), MonotonicClock().now_ns())
         await session.commit_audio()
-        await session.create_response(max_output_tokens=4)
+        await session.create_response(ResponseRequest(max_output_tokens=4))
         response = await answered
     finally:
         await session.close()

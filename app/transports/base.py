@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from app.conversation.events import OutputAudio
+
 
 class ChannelClosed(Exception):
     """The channel is gone: closed by the peer, by us, or by a broken connection.
@@ -30,4 +32,16 @@ class EventChannel(Protocol):
 
     async def close(self, code: int, reason: str) -> None:
         """Send what is queued, then close. Closing again does nothing."""
+        ...
+
+
+class AudioOut(Protocol):
+    """Where the answers' audio goes when the transport carries audio apart from the events."""
+
+    async def play(self, audio: OutputAudio) -> None:
+        """Queue a piece of an answer behind what is queued already."""
+        ...
+
+    async def clear(self) -> None:
+        """Throw away what has not been played, at the client's wish."""
         ...

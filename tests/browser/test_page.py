@@ -15,13 +15,17 @@ from tests.scripted_realtime import RATE, Call, Script, scripted_server, tone, t
 
 pytestmark = pytest.mark.browser
 
-STATE = "import('/app.js').then(({page}) => ({played: page.player?.totalPlayed ?? 0,"
-STATE += " loudest: page.player?.loudest ?? 0, rate: page.context?.sampleRate ?? 0,"
-STATE += " playing: page.player?.isPlaying ?? false}))"
+STATE = """import('/app.js').then(({page}) => {
+  const rate = page.context?.sampleRate ?? 0;
+  const {totalPlayed = 0, loudest = 0} = page.player ?? {};
+  const {playedMs = 0, loudest: remote = 0} = page.remote ?? {};
+  return {played: totalPlayed + playedMs * rate / 1000, loudest: Math.max(loudest, remote), rate,
+    playing: page.isPlaying};
+})"""
 
 
 async def sound(page: Page) -> dict[str, Any]:
-    """What the playback worklet has counted."""
+    """What the players have counted: the worklet's samples, or the time of the media track."""
     state: dict[str, Any] = await page.evaluate(STATE)
     return state
 
@@ -365,6 +369,9 @@ async def test_the_page_works_with_the_keyboard_and_has_names(
         page = await open_page(server.url, microphone=question)
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("link", name="Skip to the message box")).to_be_focused()
+        for name in ("Talk", "Traces"):
+            await page.keyboard.press("Tab")
+            await expect(page.get_by_role("link", name=name, exact=True)).to_be_focused()
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("button", name="Start talking")).to_be_focused()
         await page.keyboard.press("Enter")
@@ -375,6 +382,7 @@ async def test_the_page_works_with_the_keyboard_and_has_names(
             ("table", "Where the time of the last turn went, by stage"),
             ("log", "Conversation"),
             ("meter", "Microphone level"),
+            ("meter", "Voice level"),
             ("textbox", "Message to Parley"),
         ):
             await expect(page.get_by_role(role, name=name)).to_be_visible()  # type: ignore[arg-type]

@@ -147,9 +147,9 @@ BAD: dict[str, tuple[str | bytes, str, str | None]] = {
         "item_id",
     ),
     "tools": (
-        event("session.update", session={"tools": [{"type": "function", "name": "f"}]}),
+        event("session.update", session={"tools": [{"type": "mcp", "server_label": "s"}]}),
         "unsupported_value",
-        "session.tools",
+        "session.tools[0].type",
     ),
     "wrong rate": (
         event(

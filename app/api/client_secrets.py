@@ -1,0 +1,88 @@
+"""``POST /v1/realtime/client_secrets``: short-lived keys for browsers, bound to a configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from fastapi import APIRouter, Request
+from pydantic import Field, ValidationError
+
+from app.api.http_errors import BodyTimeoutError, BodyTooLargeError
+from app.api.realtime_fields import WireModel, null_is, to_client_error
+from app.api.realtime_names import OWN_NAME, Names
+from app.api.realtime_session import SessionParams, SessionState, to_wire
+from app.config import Settings
+from app.conversation.ids import new_id
+from app.errors import ClientError
+
+MAX_BODY_BYTES = 128 * 1024
+_BODY_TIMEOUT_S = 20.0
+
+
+class ExpiresAfter(WireModel):
+    """``expires_after``: seconds from now, as OpenAI has it."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Field(ge=10, le=7200)] = 600
+
+
+class ClientSecretRequest(WireModel):
+    """The body; both parts may be left out."""
+
+    expires_after: Annotated[ExpiresAfter, null_is(ExpiresAfter())] = ExpiresAfter()
+    session: Annotated[SessionParams, null_is(SessionParams())] = SessionParams()
+
+
+def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> APIRouter:
+    """The session is checked as a ``session.update`` would be, and shown as it will begin."""
+    router = APIRouter()
+    names = Names.of(settings)
+
+    @router.post("/v1/realtime/client_secrets")
+    async def create(request: Request) -> dict[str, Any]:
+        gatekeeper = request.app.state.gatekeeper
+        grant = gatekeeper.check(request.headers)
+        request.app.state.connections.check()
+        data = _json(await read_body(request, MAX_BODY_BYTES))
+        try:
+            wanted = ClientSecretRequest.model_validate(data)
+        except ValidationError as error:
+            raise to_client_error(error) from error
+        state = SessionState(settings, names, wanted.session.model or OWN_NAME, server_tools)
+        state.params = state.merged(wanted.session, voice_locked=False)
+        value, record = gatekeeper.client_secrets.create(
+            grant.owner, data.get("session") or {}, wanted.expires_after.seconds
+        )
+        shown = to_wire(new_id("sess"), state.params)
+        return {"value": value, "expires_at": record.expires_at_s, "session": shown}
+
+    return router
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request.
+
+    Raises ClientError as soon as it is longer than ``max_bytes``, or takes too long to come.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise BodyTooLargeError(f"The request's body is longer than {max_bytes} bytes.")
+    except TimeoutError as error:
+        raise BodyTimeoutError("The request's body does not come.") from error
+    return bytes(body)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        data = pydantic_core.from_json(body or b"{}", allow_inf_nan=False)
+    except ValueError as error:
+        raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ClientError("The body is not a JSON object.", code="invalid_json")
+    return data

@@ -1,0 +1,90 @@
+"""The names by which clients may call what is loaded here, and the errors for all others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from app.config import Settings
+from app.errors import ClientError
+
+# Clients send OpenAI's names without being asked, so these stand for whatever is loaded here.
+OPENAI_VOICES = frozenset(
+    ("alloy", "ash", "ballad", "cedar", "coral", "echo", "marin", "sage", "shimmer", "verse")
+)
+_OPENAI_TRANSCRIBERS = re.compile(r"whisper-1|gpt-[a-z0-9.-]*(transcribe|whisper)[a-z0-9.-]*")
+_OPENAI_REALTIME = re.compile(r"gpt-[a-z0-9.-]*realtime[a-z0-9.-]*")
+OWN_NAME = "parley"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What is loaded, by the names that clients may use for it."""
+
+    model: str
+    transcriber: str
+    voice: str
+
+    @classmethod
+    def of(cls, settings: Settings) -> Names:
+        """The names in ``settings``, without the scheme of the model store."""
+        return cls(
+            *(
+                name.rsplit(":", 1)[-1].rsplit("/", 1)[-1]
+                for name in (settings.llm_model, settings.asr_model, settings.tts_model)
+            )
+        )
+
+    @property
+    def english_only(self) -> bool:
+        """Whisper's English-only models carry it in their names."""
+        return self.transcriber.endswith(".en")
+
+    def is_model(self, name: str) -> bool:
+        """``parley``, the loaded model, or an alias of OpenAI (any gpt-*realtime*)."""
+        return name in (OWN_NAME, self.model) or bool(_OPENAI_REALTIME.fullmatch(name))
+
+    def is_transcriber(self, name: str) -> bool:
+        """``parley``, the loaded recogniser, or an alias of OpenAI (gpt-*transcribe*)."""
+        return name in (OWN_NAME, self.transcriber) or bool(_OPENAI_TRANSCRIBERS.fullmatch(name))
+
+    def is_voice(self, name: str) -> bool:
+        """``parley``, the loaded voice, or one of OpenAI's voice names."""
+        return name in (OWN_NAME, self.voice) or name in OPENAI_VOICES
+
+
+def check_transcription(names: Names, model: str | None, language: str | None) -> None:
+    """Raise ClientError for a recogniser or a language that is not here."""
+    path = "session.audio.input.transcription"
+    if model is not None and not names.is_transcriber(model):
+        raise ClientError(
+            f"Invalid value for '{path}.model': {model!r} is not loaded. Supported values "
+            f"are: {names.transcriber!r}, and OpenAI's names, which stand for it.",
+            code="invalid_value",
+            param=f"{path}.model",
+        )
+    spoken = (language or "").lower()
+    if spoken and names.english_only and spoken.split("-")[0] not in ("en", "english"):
+        raise ClientError(
+            f"Unsupported value for '{path}.language': {names.transcriber!r} knows English only.",
+            code="unsupported_value",
+            param=f"{path}.language",
+        )
+
+
+def check_voice(names: Names, voice: str, param: str) -> None:
+    """Raise ClientError for a voice that is neither loaded nor an alias."""
+    if not names.is_voice(voice):
+        raise ClientError(
+            f"Invalid value for '{param}': {voice!r}. Supported values are: {names.voice!r}, and "
+            f"{', '.join(sorted(OPENAI_VOICES))}, which stand for it.",
+            code="invalid_value",
+            param=param,
+        )
+
+
+def model_not_found(model: str, param: str) -> ClientError:
+    """The error for a model that this server does not have."""
+    return ClientError(
+        f"The model '{model}' does not exist on this server.", code="model_not_found", param=param
+    )

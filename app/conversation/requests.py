@@ -1,0 +1,53 @@
+"""What a client wants of one response, and what the session's own configuration makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from app.conversation.events import Item, Response
+from app.conversation.history import History
+from app.conversation.ids import new_id
+from app.conversation.session_config import Modality, SessionConfig, Tool, ToolChoice
+from app.conversation.tools import ToolBox
+from llm_core import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """None leaves it to the session. ``items``: answer these instead of the conversation."""
+
+    modality: Modality | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    tools: tuple[Tool, ...] | None = None
+    tool_choice: ToolChoice | None = None
+    items: tuple[Item, ...] | None = None
+
+    def applied_to(self, config: SessionConfig) -> SessionConfig:
+        """``config`` for this response."""
+        if self.instructions is not None:
+            config = replace(config, instructions=self.instructions)
+        if self.tools is not None:
+            config = replace(config, tools=self.tools)
+        if self.tool_choice is not None:
+            config = replace(config, tool_choice=self.tool_choice)
+        return config
+
+    def messages(
+        self, history: History, config: SessionConfig, tools: ToolBox
+    ) -> list[ChatMessage]:
+        """The prompt, under the ``config`` that ``applied_to`` gave."""
+        if self.items is not None:
+            history = History.of(self.items)
+        return history.messages(config.instructions, tools.specs(config))
+
+    def response(self, config: SessionConfig, *, in_conversation: bool = True) -> Response:
+        """The response, not begun."""
+        return Response(
+            new_id("resp"),
+            self.modality or config.modality,
+            max_output_tokens=self.max_output_tokens or config.max_output_tokens,
+            metadata=self.metadata,
+            in_conversation=in_conversation,
+        )

@@ -1,0 +1,144 @@
+"""A second client on a running call: it sees everything, and may do everything."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+
+from app.api.calls_registry import CallsRegistry
+from app.api.realtime import RealtimeConnection
+from app.conversation import events as e
+from app.conversation.session import Session
+from app.errors import ClientError
+from tests.fake_realtime import FakeChannel, FakeSession
+from tests.fakes import ScriptedEngine, fake_services
+
+
+class Speaker:
+    """An audio track that notes what it is given."""
+
+    def __init__(self) -> None:
+        self.played: list[bytes] = []
+        self.num_cleared = 0
+
+    async def play(self, audio: e.OutputAudio) -> None:
+        self.played.append(audio.audio)
+
+    async def clear(self) -> None:
+        self.num_cleared += 1
+
+
+class CallUnderTest:
+    def __init__(self) -> None:
+        self.channel, self.speaker = FakeChannel(), Speaker()
+        self.sessions: list[FakeSession] = []
+        self.connection = RealtimeConnection(
+            self.channel,
+            fake_services(ScriptedEngine(), idle_timeout_s=1.0),
+            "parley",
+            make_session=self._make,
+            opening={"instructions": "Sing."},
+            audio_out=self.speaker,
+        )
+
+    def _make(self, *args: object) -> Session:
+        self.sessions.append(FakeSession(*args))  # type: ignore[arg-type]
+        return cast(Session, self.sessions[-1])
+
+
+@asynccontextmanager
+async def call(registry: CallsRegistry) -> AsyncIterator[CallUnderTest]:
+    under_test = CallUnderTest()
+    with registry.entered("rtc_1", "alice", under_test.connection):
+        running = asyncio.create_task(under_test.connection.run())
+        await under_test.channel.until("session.created")
+        yield under_test
+        await under_test.channel.close(1000, "bye")
+        await running
+
+
+async def test_both_clients_see_and_drive_the_same_session() -> None:
+    registry = CallsRegistry()
+    async with call(registry) as first:
+        second = FakeChannel()
+        connection = registry.find("rtc_1", "alice")
+        attached = asyncio.create_task(connection.attach(second))
+        created = await second.until("session.created")
+        assert created["session"]["instructions"] == "Sing."
+        second.say("session.update", session={"instructions": "Hum."})
+        for channel in (first.channel, second):
+            updated = await channel.until("session.updated")
+            assert updated["session"]["instructions"] == "Hum."
+        # An error is for the client whose event caused it.
+        await second.refused("conversation.item.delete")
+        first.channel.say("conversation.item.retrieve", item_id="i")
+        assert (await first.channel.next())["type"] == "conversation.item.retrieved"
+        await second.close(1000, "")
+        await attached
+        await first.sessions[0].sink(e.InputCleared())
+        await first.channel.until("input_audio_buffer.cleared")
+        assert not first.sessions[0].is_closed
+
+
+async def test_the_end_of_the_call_ends_the_attached_client() -> None:
+    registry = CallsRegistry()
+    async with call(registry):
+        second = FakeChannel()
+        attached = asyncio.create_task(registry.find("rtc_1", "alice").attach(second))
+        await second.until("session.created")
+    await attached
+    assert (await second.when_closed()).code == 1000
+    assert len(registry) == 0
+
+
+async def test_calls_of_others_and_calls_that_are_over_cannot_be_found() -> None:
+    registry = CallsRegistry()
+    async with call(registry) as first:
+        for call_id, owner in (("rtc_1", "mallory"), ("rtc_2", "alice"), ("", "")):
+            with pytest.raises(ClientError) as caught:
+                registry.find(call_id, owner)
+            assert caught.value.code == "call_not_found"
+    with pytest.raises(ClientError) as caught:
+        await first.connection.attach(FakeChannel())
+    assert caught.value.code == "call_not_available"
+
+
+async def test_the_number_of_attached_clients_is_bounded() -> None:
+    async with call(CallsRegistry()) as first:
+        channels = [FakeChannel() for _ in range(4)]
+        tasks = [asyncio.create_task(first.connection.attach(c)) for c in channels]
+        for channel in channels:
+            await channel.until("session.created")
+        with pytest.raises(ClientError) as caught:
+            await first.connection.attach(FakeChannel())
+        assert caught.value.code == "call_not_available"
+    await asyncio.gather(*tasks)
+
+
+async def test_audio_runs_over_the_track_and_nowhere_else() -> None:
+    async with call(CallsRegistry()) as first:
+        session = first.sessions[0]
+        await session.sink(e.ResponseStarted(e.Response("r", "audio")))
+        await session.sink(e.OutputAudio("r", "i", b"\1\2"))
+        assert first.speaker.played == [b"\1\2"]
+        assert [event["type"] for event in first.channel.sent] == [
+            "session.created",
+            "response.created",
+        ]
+        await first.channel.until("response.created")
+        audio = base64.b64encode(bytes(960)).decode()
+        error = await first.channel.refused("input_audio_buffer.append", audio=audio)
+        assert (error["code"], error["param"]) == ("unsupported_value", "type")
+        await first.connection.append_audio(b"\0\0", 7)
+        assert session.calls == [("append_audio", b"\0\0", 7)]
+        first.channel.say("output_audio_buffer.clear")
+        first.channel.say("conversation.item.retrieve", item_id="i")
+        await first.channel.until("conversation.item.retrieved")
+        assert first.speaker.num_cleared == 1
+    await first.connection.append_audio(b"\0\0", 8)
+    assert session.calls[-1] != ("append_audio", b"\0\0", 8)
