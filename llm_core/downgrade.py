@@ -32,11 +32,15 @@ class Outlook:
         return expected_ns > self.deadline_ns
 
 
-def last_turn(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The system prompt, and all from the last thing that the user said."""
+def last_turn(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], int]:
+    """The system prompt and all from the last thing that the user said; and how many messages that
+    leaves out. Tools stand on the first message and stay on offer."""
     start = max((i for i, m in enumerate(messages) if m.role == "user"), default=0)
     system = [m for m in messages[:start] if m.role == "system"]
-    return [*system, *messages[start:]]
+    num_dropped = start - len(system)
+    if start > 0 and messages[0].role != "system" and messages[0].tools:
+        system.insert(0, ChatMessage(role="system", content="", tools=messages[0].tools))
+    return [*system, *messages[start:]], num_dropped
 
 
 def choose(

@@ -113,15 +113,12 @@ class Engine:
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
         self._make.check(params)
-        reply_len = self._make.reply_len(params)
-        prompt = self._make.prompt(
-            messages, options.overflow, reply_len, continues_last=params.continue_last
-        )
+        reply_len, continues = self._make.reply_len(params), params.continue_last
         prompt, downgrades = choose(
             options.downgrades,
             Outlook(lambda p: self._first_token_ns(p, options), self._clock(), options.deadline_ns),
-            prompt,
-            lambda: self._make.last_turn(messages, reply_len),
+            self._make.prompt(messages, options.overflow, reply_len, continues_last=continues),
+            lambda: self._make.last_turn(messages, reply_len, continues_last=continues),
         )
         if "shorter_answer" in downgrades:
             max_tokens = min(params.max_tokens, SHORT_ANSWER_TOKENS)

@@ -109,11 +109,13 @@ class RequestMaker:
         self.check_fits(len(prompt.token_ids), 1)
         return prompt
 
-    def last_turn(self, messages: Sequence[ChatMessage], reply_len: int) -> Prompt:
+    def last_turn(
+        self, messages: Sequence[ChatMessage], reply_len: int, *, continues_last: bool
+    ) -> Prompt:
         """A prompt of the system prompt and the last turn alone. Raises as ``prompt``."""
-        kept = last_turn(messages)
-        prompt = self._prompts.build(kept, reply_len=reply_len)
-        return Prompt(prompt.token_ids, len(messages) - len(kept))
+        kept, num_dropped = last_turn(messages)
+        prompt = self._prompts.build(kept, reply_len=reply_len, continues_last=continues_last)
+        return Prompt(prompt.token_ids, num_dropped)
 
     def shared_prefix(self, messages: Sequence[ChatMessage]) -> Prompt:
         """What conversations that begin with ``messages`` share. Raises InvalidRequestError."""

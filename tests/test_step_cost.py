@@ -18,6 +18,7 @@ from llm_core.messages import (
     GenerationDone,
     RequestOptions,
     SamplingParams,
+    ToolSpec,
 )
 from llm_core.step_cost import StepCost
 from tests.test_engine import FakeRunner, assert_nothing_left, drain, make_engine, submit, user
@@ -152,6 +153,9 @@ def test_without_knowing_the_cost_nothing_is_given_up() -> None:
 
 
 def test_the_last_turn() -> None:
-    assert last_turn(HISTORY) == [HISTORY[0], HISTORY[-1]]
-    assert last_turn(user("a")) == user("a")
-    assert last_turn(HISTORY[:1]) == HISTORY[:1]
+    assert last_turn(HISTORY) == ([HISTORY[0], HISTORY[-1]], 4)
+    assert last_turn(user("a")) == (user("a"), 0)
+    assert last_turn(HISTORY[:1]) == (HISTORY[:1], 0)
+    tools = (ToolSpec(name="look_up"),)
+    offered = [ChatMessage("user", "x", tools=tools), ChatMessage("assistant", "y"), *user("z")]
+    assert last_turn(offered) == ([ChatMessage("system", "", tools=tools), *user("z")], 2)
