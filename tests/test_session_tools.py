@@ -224,6 +224,15 @@ async def test_the_model_does_not_call_for_ever() -> None:
         assert engine.num_running == 0
 
 
+async def test_after_one_call_of_ours_the_model_is_not_listened_to() -> None:
+    clockwork = Clockwork()
+    clockwork.let_go.set()
+    engine = ScriptedEngine(f"{calls('look', what='cat')} and so on", "A cat.")
+    async with call(engine, server=clockwork.box) as c:
+        await ask(c, "What is it?", modality="text")
+        assert "".join(e.text for e in c.out.of(OutputText)) == "A cat."
+
+
 async def test_what_is_known_is_not_asked_again() -> None:
     clockwork = Clockwork()
     clockwork.let_go.set()
