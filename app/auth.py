@@ -45,14 +45,20 @@ class Grant:
     """What a request may do.
 
     ``owner`` stands for the key that it came with (a digest; the same for all where no key is asked
-    for). ``session``: the configuration bound to a client secret, as JSON values.
+    for; then ``has_key`` is False). ``session``: the configuration bound to a client secret, as
+    JSON values.
     """
 
     owner: str
+    has_key: bool = True
     session: dict[str, Any] = field(default_factory=dict)
 
+    def limited_as(self, peer: str) -> str:
+        """Whose limits count: the key's; where none is asked for, the address's."""
+        return self.owner if self.has_key else f"address {peer}"
 
-_ANYONE = Grant("anyone")
+
+_ANYONE = Grant("anyone", has_key=False)
 
 
 class Gatekeeper:
@@ -84,7 +90,7 @@ class Gatekeeper:
         record = self.client_secrets.find(secret)
         if record is None:
             raise AuthenticationError("The client secret is not valid, or has expired.")
-        return Grant(record.owner, record.session)
+        return Grant(record.owner, record.owner != _ANYONE.owner, record.session)
 
     def check_host(self, headers: Headers) -> None:
         """Raises HostError for a name that is neither local, nor an address, nor configured.

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from app import __version__
+from app.cli_bench import bench_app
 from app.cli_models import HomeOption, configured_models, fetch_models, models_app
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
@@ -38,6 +39,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.add_typer(models_app, name="models")
+cli.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -50,6 +50,8 @@ class Settings(BaseSettings):
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535, description="0 lets the system choose")
+    tls_cert: Path | None = Field(default=None, description="certificate chain (PEM)")
+    tls_key: Path | None = Field(default=None, description="its private key (PEM)")
     api_keys: Names = Field(default=(), repr=False, description="empty: no key is asked for")
     allowed_origins: Names = Field(
         default=(), description="browser origins besides our own; '*' allows any"
@@ -61,6 +63,9 @@ class Settings(BaseSettings):
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
         "info"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="json: one object a line, for log collectors"
     )
     log_transcripts: bool = Field(default=False, description="write what callers say to the log")
 
@@ -112,7 +117,23 @@ class Settings(BaseSettings):
     )
 
     max_sessions: int = Field(default=16, ge=1)
-    max_message_bytes: int = Field(default=24 * 1024 * 1024, ge=64 * 1024)
+    max_sessions_per_minute: int = Field(
+        default=240, ge=1, description="new sessions of one key, or of one address without keys"
+    )
+    max_messages_per_s: int = Field(
+        default=1000,
+        ge=50,
+        description="of one key, 16 KiB counted as one; more is read later",
+    )
+    max_message_bytes: int = Field(
+        default=16 * 1024 * 1024,
+        ge=64 * 1024,
+        description="a larger message closes the connection; the API allows 15 MiB of audio",
+    )
+    max_session_s: float = Field(default=3600.0, ge=1.0, description="a session ends after so long")
+    drain_timeout_s: float = Field(
+        default=10.0, ge=0.0, description="how long turns may run on when the server is stopped"
+    )
     idle_timeout_s: float = Field(default=600.0, ge=1.0, description="without a client message")
     ice_servers: Names = Field(
         default=(),

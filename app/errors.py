@@ -49,6 +49,16 @@ class ServiceError(ParleyError):
     code = "server_error"
 
 
+class UnavailableError(ServiceError):
+    """The server takes nobody at the moment (HTTP 503). ``retry_after_s``: when it may again."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
 class RecognitionError(ServiceError):
     """Speech recognition failed."""
 

@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, TextIO
+
+import msgspec
 
 from app.config import Settings
 
@@ -21,7 +23,7 @@ session_id: ContextVar[str] = ContextVar("session_id", default="-")
 turn_id: ContextVar[str] = ContextVar("turn_id", default="-")
 
 # Where clients put keys: the Authorization header, and a WebSocket subprotocol of browsers.
-_KEY_PLACES = re.compile(r"(?i)(bearer\s+|openai-insecure-api-key\.)[^\s,'\"]+")
+_KEY_PLACES = re.compile(r"(?i)(bearer\s+|openai-insecure-api-key\.)[^\s,'\"]+|\b(ek_)[0-9a-f]+")
 _HIDDEN = "[hidden]"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -36,13 +38,12 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         extra = " ".join(
             f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}"
-            for name, value in vars(record).items()
-            if name not in _STANDARD and name != "color_message"
+            for name, value in _extras(record).items()
         )
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        stamp = _stamp(record)
         text = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         line = (
-            f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {record.name} "
+            f"{stamp} {record.levelname.lower()} {record.name} "
             f"session={session_id.get()} turn={turn_id.get()} {text}"
         )
         line = f"{line} {extra}" if extra else line
@@ -51,10 +52,42 @@ class _Formatter(logging.Formatter):
         return self._redacted(line)
 
     def _redacted(self, line: str) -> str:
-        line = _KEY_PLACES.sub(rf"\1{_HIDDEN}", line)
+        line = _KEY_PLACES.sub(lambda m: f"{m[1] or m[2]}{_HIDDEN}", line)
         for secret in self._secrets:
             line = line.replace(secret, _HIDDEN)
         return line
+
+
+class _JsonFormatter(_Formatter):
+    """One JSON object a line; ``extra`` fields stand beside the standard ones."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": _stamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "session": session_id.get(),
+            "turn": turn_id.get(),
+            "message": record.getMessage(),
+        }
+        for name, value in _extras(record).items():
+            fields.setdefault(name, value)
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return self._redacted(msgspec.json.encode(fields, enc_hook=str).decode())
+
+
+def _extras(record: logging.LogRecord) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if name not in _STANDARD and name != "color_message"
+    }
+
+
+def _stamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -65,7 +98,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
     """Send all logs to ``stream`` (standard error), replacing earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Formatter(settings.api_keys))
+    formatter = _JsonFormatter if settings.log_format == "json" else _Formatter
+    handler.setFormatter(formatter(settings.api_keys))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +20,17 @@ import uvloop
 from fastapi import FastAPI
 
 from app.config import Settings
+from app.connections import Connections
 from app.conversation.services import Services
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.errors import ConfigError, ModelStoreError
+from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
-from app.web import WEB_ROOT, Connections, create_app
+from app.web import WEB_ROOT, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
 from audio.tts import Synthesizer
@@ -114,6 +117,7 @@ async def _load_engine(settings: Settings, paths: _Paths, stack: AsyncExitStack)
         num_threads=settings.llm_threads,
         max_sequences=settings.llm_max_sequences,
         max_context=settings.llm_max_context,
+        native_cache_dir=str(settings.home / "native"),
     )
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)
@@ -187,10 +191,14 @@ async def listening(
     ``listener``: a bound socket, closed at the end; without it the settings' address is bound.
     Raises ConfigError when the address cannot be had.
     """
+    _check_tls(settings)
     listener = listener or bind(settings)
     config = uvicorn.Config(
         app,
         lifespan="on",
+        http=ImpatientProtocol,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         ws="websockets-sansio",
         ws_max_size=settings.max_message_bytes,
         # Speech in base64 hardly shrinks, and deflating it costs more than the bytes it saves.
@@ -200,7 +208,7 @@ async def listening(
         access_log=False,
         server_header=False,
     )
-    server = _Server(config, app.state.connections)
+    server = _Server(config, app.state.connections, settings.drain_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
     ready = asyncio.create_task(server.ready.wait(), name="http server start")
     try:
@@ -208,7 +216,8 @@ async def listening(
         if serving.done():
             serving.result()  # raises what went wrong
             raise ConfigError("the server ended before it was ready")
-        yield _url(settings.host, listener.getsockname()[1])
+        scheme = "https" if settings.tls_cert else "http"
+        yield _url(settings.host, listener.getsockname()[1], scheme)
     finally:
         ready.cancel()
         server.should_exit = True
@@ -219,8 +228,11 @@ async def listening(
 class _Server(uvicorn.Server):
     """Says when it is ready; leaves signals to us; lets the sessions end before the sockets."""
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, drain_timeout_s: float
+    ) -> None:
         super().__init__(config)
+        self._drain_timeout_s = drain_timeout_s
         self.ready = asyncio.Event()
         self._connections = connections
 
@@ -229,7 +241,10 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._connections.close_all("the server is shutting down")
+        reason = "the server is shutting down"
+        # Callers in a turn hear it to its end; whoever comes now is told to come again.
+        await self._connections.drain(self._drain_timeout_s, reason)
+        await self._connections.close_all(reason)
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -258,12 +273,27 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int) -> str:
+def _check_tls(settings: Settings) -> None:
+    if settings.tls_cert is None and settings.tls_key is None:
+        return
+    if settings.tls_cert is None or settings.tls_key is None:
+        raise ConfigError("TLS needs both PARLEY_TLS_CERT and PARLEY_TLS_KEY")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"PARLEY_TLS_CERT {settings.tls_cert} and PARLEY_TLS_KEY {settings.tls_key} cannot be "
+            f"used: {error}"
+        ) from error
+
+
+def _url(host: str, port: int, scheme: str = "http") -> str:
     """Where a browser on this machine finds the server."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
     if ":" in shown and not shown.startswith("["):
         shown = f"[{shown}]"
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"
 
 
 def _is_loopback(host: str) -> bool:
@@ -291,10 +321,15 @@ def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
 
 async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        """The first one ends the server when its turns are over, a second one at once."""
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    running = asyncio.create_task(_run(settings, progress), name="server")
+        loop.add_signal_handler(number, on_signal)
+    running = asyncio.create_task(_run(settings, progress, hurry), name="server")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -307,12 +342,13 @@ async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
         stopping.cancel()
 
 
-async def _run(settings: Settings, progress: ProgressSink | None) -> None:
+async def _run(settings: Settings, progress: ProgressSink | None, hurry: asyncio.Event) -> None:
+    _check_tls(settings)
     # The port first: nobody shall wait for models to hear that it is taken.
     with contextlib.closing(bind(settings)) as listener:
-        async with (
-            build_services(settings, progress) as services,
-            listening(create_app(settings, services), settings, listener) as url,
-        ):
-            print(f"Parley is listening on {url}", flush=True)
-            await asyncio.Event().wait()  # cancelled by `_serve`
+        async with build_services(settings, progress) as services:
+            app = create_app(settings, services)
+            app.state.connections.hurry = hurry
+            async with listening(app, settings, listener) as url:
+                print(f"Parley is listening on {url}", flush=True)
+                await asyncio.Event().wait()  # cancelled by `_serve`

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +18,34 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
-from app.api.calls import add_calls
+from app.api.calls import Surroundings, add_calls
 from app.api.calls_registry import CallsRegistry
+from app.api.chat import chat_router
 from app.api.client_secrets import client_secrets_router
+from app.api.http_errors import error_response
+from app.api.models import models_router
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_names import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
     REALTIME_SUBPROTOCOL,
-    AuthenticationError,
     Gatekeeper,
     Grant,
     HostError,
-    OriginError,
 )
-from app.client_secrets import TooManySecretsError
 from app.config import Settings
+from app.connections import Connections
 from app.conversation.services import Services
 from app.conversation.session import Session
-from app.errors import ClientError, ConfigError, ParleyError
-from app.transports.base import EventChannel
+from app.errors import ClientError, ConfigError, ParleyError, ServiceError, UnavailableError
+from app.rate_limits import RateLimitedError, RateLimits
 from app.transports.websocket import WebSocketChannel
 
 logger = logging.getLogger(__name__)
 
 # Beside the package, in a checkout as well as in an installed wheel.
 WEB_ROOT = Path(app_package.__file__).resolve().parent.parent / "web_demo"
-
-# How long the sessions may take to end when the server stops.
-_CLOSE_SESSIONS_S = 5.0
 
 _SECURITY_HEADERS = {
     "content-security-policy": (
@@ -63,51 +60,6 @@ _SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "microphone=(self), camera=(), geolocation=()",
 }
-
-
-class Connections:
-    """The running connections: how many there may be, and how they all end."""
-
-    def __init__(self, max_connections: int) -> None:
-        self.max_connections = max_connections
-        self._channels: set[EventChannel] = set()
-        self._is_closing = False
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    def __len__(self) -> int:
-        return len(self._channels)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why no further connection is taken at the moment."""
-        if self._is_closing:
-            return "The server is shutting down."
-        if len(self._channels) >= self.max_connections:
-            return f"All {self.max_connections} sessions of this server are in use; try again soon."
-        return None
-
-    @contextmanager
-    def entered(self, channel: EventChannel) -> Iterator[None]:
-        """Counts ``channel`` for as long as the block runs."""
-        self._channels.add(channel)
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self._channels.discard(channel)
-            if not self._channels:
-                self._empty.set()
-
-    async def close_all(self, reason: str) -> None:
-        """Close all with 1001 (going away) and wait until their sessions have ended."""
-        self._is_closing = True
-        await asyncio.gather(*(channel.close(1001, reason) for channel in [*self._channels]))
-        try:
-            async with asyncio.timeout(_CLOSE_SESSIONS_S):
-                await self._empty.wait()
-        except TimeoutError:
-            logger.error("%d sessions did not end in %g s", len(self), _CLOSE_SESSIONS_S)
 
 
 def create_app(
@@ -139,20 +91,21 @@ def create_app(
     app.state.gatekeeper = Gatekeeper(settings)
     app.state.connections = Connections(settings.max_sessions)
     app.state.calls = CallsRegistry()
+    app.state.rate_limits = RateLimits(settings)
     app.add_middleware(_HostGuard, gatekeeper=app.state.gatekeeper)
     app.add_middleware(_SecurityHeaders)
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
     app.include_router(client_secrets_router(settings, services.tools.names))
+    app.include_router(models_router(services.engine))
+    app.include_router(chat_router(services.engine))
     _add_realtime(app, services, make_session)
+    state = app.state
     add_calls(
         app,
-        services,
-        app.state.connections,
-        app.state.gatekeeper,
-        app.state.calls,
-        make_session,
+        Surroundings(services, make_session, state.connections, state.calls, state.rate_limits),
+        state.gatekeeper,
     )
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
@@ -166,10 +119,11 @@ def _add_health(app: FastAPI, services: Services) -> None:
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         connections: Connections = app.state.connections
-        ready = services.engine.is_alive
+        ready = services.engine.is_alive and not connections.is_closing
+        problem = "shutting down" if connections.is_closing else "the engine is not running"
         return JSONResponse(
             {
-                "status": "ready" if ready else "the engine is not running",
+                "status": "ready" if ready else problem,
                 "sessions": len(connections),
                 "max_sessions": connections.max_connections,
             },
@@ -181,6 +135,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
     connections: Connections = app.state.connections
     gatekeeper: Gatekeeper = app.state.gatekeeper
     calls: CallsRegistry = app.state.calls
+    limits: RateLimits = app.state.rate_limits
 
     @app.websocket("/v1/realtime")
     async def realtime(websocket: WebSocket) -> None:
@@ -197,17 +152,28 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
                 await _attach(channel, calls, call_id, grant)
                 return
             # Refused with an event and a close code: browsers hide the status of a failed upgrade.
-            if refusal := connections.refusal:
-                await _refuse(channel, error_event("server_error", "overloaded", refusal), 1013)
+            peer = websocket.client.host if websocket.client else "?"
+            owner = grant.limited_as(peer)
+            try:
+                connections.check()
+                limits.check_session(owner)
+            except (UnavailableError, RateLimitedError) as error:
+                kind = "server_error" if isinstance(error, UnavailableError) else error.code
+                await _refuse(channel, error_event(kind, error.code, error.message), 1013)
                 return
             if unsupported := _unsupported_query(websocket):
                 await _refuse(channel, unsupported, 1008)
                 return
             model = websocket.query_params.get("model") or grant.session.get("model") or OWN_NAME
             connection = RealtimeConnection(
-                channel, services, model, make_session=make_session, opening=grant.session
+                channel,
+                services,
+                model,
+                make_session=make_session,
+                opening=grant.session,
+                pace=limits.pacer(owner),
             )
-            with connections.entered(channel):
+            with connections.entered(channel, lambda: connection.is_busy):
                 await connection.run()
 
 
@@ -239,47 +205,36 @@ async def _deny(websocket: WebSocket, error: ParleyError, status: int | None = N
     """Refuse the handshake, and say so in our log: the peer may never look at the answer."""
     peer = websocket.client.host if websocket.client else "?"
     logger.warning("connection denied", extra={"code": error.code, "peer": peer})
-    await websocket.send_denial_response(_error_response(error, status))
-
-
-def _error_response(error: ParleyError, status: int | None = None) -> JSONResponse:
-    """An error over HTTP in OpenAI's shape."""
-    headers = {}
-    if isinstance(error, AuthenticationError):
-        status, headers = 401, {"WWW-Authenticate": "Bearer"}
-    elif isinstance(error, OriginError):
-        status = 403
-    elif isinstance(error, HostError):
-        status = 421
-    elif isinstance(error, TooManySecretsError):
-        status = 429
-    body = {
-        "message": error.message,
-        "type": "invalid_request_error" if isinstance(error, ClientError) else "server_error",
-        "param": error.param,
-        "code": error.code,
-    }
-    return JSONResponse({"error": body}, status_code=status or 400, headers=headers)
+    await websocket.send_denial_response(error_response(error, status))
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientError)
     async def client_error(request: Request, error: ClientError) -> JSONResponse:
-        return _error_response(error)
+        return error_response(error)
+
+    @app.exception_handler(UnavailableError)
+    async def unavailable(request: Request, error: UnavailableError) -> JSONResponse:
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
         first: dict[str, Any] = error.errors()[0]
         param = ".".join(str(step) for step in first["loc"][1:])
         message = f"Invalid value for '{param}': {first['msg']}."
-        return _error_response(ClientError(message, code="invalid_value", param=param))
+        return error_response(ClientError(message, code="invalid_value", param=param))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        response = _error_response(ClientError(str(error.detail), code=code), error.status_code)
+        response = error_response(ClientError(str(error.detail), code=code), error.status_code)
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> JSONResponse:
+        # A fault of ours, which the server logs; clients expect the shape all the same.
+        return error_response(ServiceError("The server had an error of its own."), 500)
 
 
 class _Pages(StaticFiles):
@@ -313,7 +268,7 @@ class _HostGuard:
                 if scope["type"] == "websocket":
                     await _deny(WebSocket(scope, receive, send), error)
                 else:
-                    await _error_response(error)(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

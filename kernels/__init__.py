@@ -6,15 +6,31 @@ package needs neither Triton nor CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-from kernels import cpu, reference
+from kernels import cpu, cpu_attention, reference
+from kernels.attention import KvRun
 
 BackendName = Literal["cpu", "reference"]
+
+
+class AttentionOp(Protocol):
+    """``reference.attention_``."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        runs: Sequence[KvRun],
+        mask: torch.Tensor | None,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +43,22 @@ class Backend:
     name: BackendName
     make_rms_norm: Callable[[torch.Tensor, float], Callable[[torch.Tensor], torch.Tensor]]
     apply_rope_: Callable[[torch.Tensor, torch.Tensor], None]
-    attention_mask: Callable[[int, int], torch.Tensor | None]
-    attention_: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None
-    ]
+    attention_mask: Callable[[int, int, int | None], torch.Tensor | None]
+    attention_: AttentionOp
     swiglu: Callable[[torch.Tensor], torch.Tensor]
+    geglu: Callable[[torch.Tensor], torch.Tensor]
 
 
 def select_backend(name: BackendName = "cpu") -> Backend:
     """The operations of backend ``name``."""
     module = {"cpu": cpu, "reference": reference}[name]
+    attention = {"cpu": cpu_attention, "reference": reference}[name]
     return Backend(
         name=name,
         make_rms_norm=module.make_rms_norm,
         apply_rope_=module.apply_rope_,
-        attention_mask=module.attention_mask,
-        attention_=module.attention_,
+        attention_mask=attention.attention_mask,
+        attention_=attention.attention_,
         swiglu=module.swiglu,
+        geglu=module.geglu,
     )

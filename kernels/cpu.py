@@ -37,46 +37,13 @@ def apply_rope_(heads: torch.Tensor, rotations: torch.Tensor) -> None:
     torch.view_as_complex(pairs).mul_(rotations)
 
 
-def attention_mask(start: int, length: int) -> torch.Tensor | None:
-    """None where ``attention_`` needs no mask: one row, or a square (nothing before the rows)."""
-    if length == 1 or start == 0:
-        return None
-    return torch.ones(length, start + length, dtype=torch.bool).tril_(start)
-
-
-def attention_(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """See ``reference.attention_``. One row over 300 keys (9 heads, 3 KV heads, cold): 56 us.
-
-    One row: query heads of a group are the rows of one small matmul per key/value head, nothing is
-    copied. More rows: torch's blocked kernel, which never holds all scores.
-    """
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[0]
-    if num_rows == 1:
-        group_size = num_heads // num_kv_heads
-        grouped = query.view(num_kv_heads, group_size, head_dim)
-        scores = torch.matmul(grouped, keys.transpose(1, 2)).mul_(head_dim**-0.5)
-        weights = torch.softmax(scores, -1)
-        torch.bmm(weights, values, out=out.view(num_kv_heads, group_size, head_dim))
-        return
-    result = F.scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),
-        keys.unsqueeze(0),
-        values.unsqueeze(0),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=num_kv_heads != num_heads,
-    )
-    out.copy_(result.squeeze(0).transpose(0, 1))
-
-
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """8 us at [1, 3072]; silu in place is twice as slow at 64 rows."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """See ``reference.geglu``."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -102,3 +102,34 @@ class Int8Matmul:
             x.to(torch.bfloat16), self._codes, self._scale
         )
         return result.float()
+
+
+class DynamicInt8Matmul:
+    """W8A8: 8-bit weights with a scale a row, activations rounded to 8 bits with a scale a token.
+
+    The integers are multiplied in float32, which is exact to 2^24: torch's 8-bit product of this
+    CPU class saturates (oneDNN without VNNI) or takes 50 times as long (``_int_mm``).
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self._codes = codes.contiguous()
+        self._scale = scale
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        token_scale = (x.abs().amax(1, keepdim=True) / 127).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
+        codes = (x / token_scale).round_()
+        product = F.linear(codes, self._codes.float())
+        return product.mul_(token_scale).mul_(self._scale)
+
+
+class Float8Matmul:
+    """Weights stored as float8 e4m3 with a scale a row, widened at each use."""
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self._codes = codes.contiguous()
+        self._scale = scale
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._codes.float()).mul_(self._scale)

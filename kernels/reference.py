@@ -5,9 +5,11 @@ Nothing here is fast. The fast forms are tested against these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from kernels.attention import KvRun, causal_mask
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,39 +46,58 @@ def apply_rope_(heads: torch.Tensor, rotations: torch.Tensor) -> None:
     heads[..., 1::2] = even * sin + odd * cos
 
 
-def attention_mask(start: int, length: int) -> torch.Tensor | None:
-    """bool [length, start + length]: True where row i (position start + i) sees position j."""
-    rows = torch.arange(start, start + length).unsqueeze(1)
-    return torch.arange(start + length).unsqueeze(0) <= rows
+def attention_mask(start: int, length: int, window: int | None = None) -> torch.Tensor | None:
+    """``attention.causal_mask``: this backend never does without."""
+    return causal_mask(start, length, window)
 
 
 def attention_(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    runs: Sequence[KvRun],
     mask: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> None:
     """Causal attention of one segment, written to ``out`` [T, num_heads, head_dim].
 
-    query [T, num_heads, head_dim]; keys and values [num_kv_heads, L, head_dim], whose last T
-    positions are the query's own; query head h uses key/value head h // (num_heads //
-    num_kv_heads). ``mask`` comes from ``attention_mask`` of the same backend.
+    query [T, num_heads, head_dim]; the ``runs`` one after another hold the visible positions, whose
+    last T are the query's own; query head h uses key/value head h // (num_heads // num_kv_heads).
+    ``mask`` comes from ``attention_mask`` of the same backend. Scores are multiplied by ``scale``
+    and, if asked, bounded: softcap * tanh(score / softcap) (Gemma 2).
     """
-    num_rows, num_heads, head_dim = query.shape
+    keys = torch.cat([_plain(run.keys, run.key_scales, query.dtype) for run in runs], 1)
+    values = torch.cat([_plain(run.values, run.value_scales, query.dtype) for run in runs], 1)
+    num_heads = query.shape[1]
     group_size = num_heads // keys.shape[0]
     for head in range(num_heads):
         head_keys, head_values = keys[head // group_size], values[head // group_size]
-        scores = query[:, head] @ head_keys.T / head_dim**0.5
+        scores = query[:, head] @ head_keys.T * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         out[:, head] = torch.softmax(scores, -1) @ head_values
+
+
+def _plain(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    numbers = codes.to(dtype)
+    return numbers if scales is None else numbers * scales.to(dtype).unsqueeze(-1)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 * I] -> silu(gate) * up [T, I] (Shazeer 2020)."""
     gate, up = gate_up.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * I] -> gelu(gate) * up [T, I], gelu in its tanh form (Hendrycks and Gimpel
+    2016; Shazeer 2020)."""
+    gate, up = gate_up.chunk(2, -1)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner)) * up
 
 
 def dequantize_int4(codes: torch.Tensor, scale_zero: torch.Tensor, group: int) -> torch.Tensor:
@@ -95,4 +116,42 @@ def int4_matmul(
 
 def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [T, K], codes int8 [N, K], scale [N] -> [T, N]."""
+    return x @ (codes.to(scale.dtype) * scale.unsqueeze(1)).T
+
+
+def fake_quantize_rows(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [T, K], each ``group`` of a row rounded to 255 steps of its largest magnitude / 127.
+
+    The last group may be shorter. This is what W8A8 and W4A8 products do to activations.
+    """
+    result = torch.empty_like(x)
+    for first in range(0, x.shape[1], group):
+        part = x[:, first : first + group]
+        scale = part.abs().amax(1, keepdim=True) / 127
+        codes = torch.where(scale > 0, part / scale, 0).round()
+        result[:, first : first + group] = codes * scale
+    return result
+
+
+def grouped_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int
+) -> torch.Tensor:
+    """x [T, K] times the transposed [N, K] of codes * scale + zero, a pair for each ``group``.
+
+    scale and zero [N, ceil(K / group)].
+    """
+    num_in = codes.shape[1]
+    weight = codes.to(x.dtype) * scale.to(x.dtype).repeat_interleave(group, 1)[:, :num_in]
+    if zero is not None:
+        weight = weight + zero.to(x.dtype).repeat_interleave(group, 1)[:, :num_in]
+    return x @ weight.T
+
+
+def dynamic_int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """W8A8: ``int8_matmul`` of x with each row rounded to 255 steps of its own."""
+    return int8_matmul(fake_quantize_rows(x, x.shape[1]), codes, scale)
+
+
+def float8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, K], codes float8_e4m3fn [N, K], scale [N] -> [T, N] (Micikevicius et al. 2022)."""
     return x @ (codes.to(scale.dtype) * scale.unsqueeze(1)).T

@@ -11,6 +11,7 @@ from llm_core.errors import (
     LlmError,
     ModelLoadError,
     PromptTooLongError,
+    RequestTimeoutError,
 )
 from llm_core.messages import (
     Alternative,
@@ -27,6 +28,7 @@ from llm_core.messages import (
     ModelInfo,
     PrefillResult,
     RegexGuide,
+    RequestOptions,
     SamplingParams,
     TextDelta,
     TokenLogprob,
@@ -67,6 +69,8 @@ __all__ = [
     "PrefillResult",
     "PromptTooLongError",
     "RegexGuide",
+    "RequestOptions",
+    "RequestTimeoutError",
     "SamplingParams",
     "TextDelta",
     "TokenLogprob",

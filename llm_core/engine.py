@@ -6,47 +6,35 @@ Single-threaded and without I/O: the worker process feeds it, tests drive it by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
+from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
-from llm_core.errors import InvalidRequestError, LlmError, ModelLoadError, PromptTooLongError
-from llm_core.generation import Generation
-from llm_core.guided import GuideCompiler
-from llm_core.loading.gguf import read_metadata
+from llm_core.errors import InvalidRequestError, LlmError, RequestTimeoutError
 from llm_core.messages import (
     ChatMessage,
     EngineConfig,
     EngineStats,
     GenerationEvent,
     ModelInfo,
+    PolicyName,
     PrefillResult,
+    RequestOptions,
     SamplingParams,
 )
-from llm_core.params_check import validate_params
+from llm_core.model_files import open_model
+from llm_core.policy import make_policy
+from llm_core.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.runner import ModelRunner
 from llm_core.sampler import FloatRow
 from llm_core.scheduler import Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.tokenizer import Tokenizer
 
-# A token of a BPE vocabulary is rarely longer; a text above this many bytes a token of context is
-# refused before time is spent on encoding it.
-_MAX_BYTES_PER_TOKEN = 64
-
 Output = tuple[int, GenerationEvent | PrefillResult | LlmError]
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request while it waits or runs. ``generation`` is None for prefill-only requests."""
-
-    sequence: TokenSequence
-    generation: Generation | None = None
 
 
 class Engine:
@@ -58,37 +46,41 @@ class Engine:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
+        max_sequences: int = 8,
         max_waiting: int = 64,
+        policy: PolicyName = "deadline",
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
-        self.scheduler = Scheduler(num_slots=runner.num_slots, max_waiting=max_waiting)
+        self.scheduler = Scheduler(
+            BlockTables(runner.num_blocks, runner.block_size),
+            make_policy(policy),
+            max_running=max_sequences,
+            max_waiting=max_waiting,
+        )
         self._runner = runner
-        self._tokenizer = tokenizer
-        self._template = template
+        self._vocab_size = tokenizer.vocab_size
+        self._make = RequestMaker(tokenizer, template, runner.max_context, clock)
         self._clock = clock
-        self._guides = GuideCompiler(tokenizer, template.tool_format)
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
+        self._pinned: list[TokenSequence] = []
+        self._num_timeouts = 0
+        self._limit_length()
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
-        """Reads the model file. Raises ModelLoadError."""
-        metadata = read_metadata(config.model_path)
-        tokenizer = Tokenizer.from_gguf(metadata)
-        template = load_template(metadata, tokenizer)
-        runner = ModelRunner.load(
-            config.model_path,
-            num_threads=config.num_threads,
-            num_slots=config.max_sequences,
-            max_context=config.max_context,
+        """Reads the model's files. Raises ModelLoadError."""
+        with open_model(config.model_path) as opened:
+            runner = ModelRunner.of(opened.model, config)
+        engine = cls(
+            runner,
+            opened.tokenizer,
+            opened.template,
+            max_sequences=config.max_sequences,
+            max_waiting=config.max_waiting,
+            policy=config.policy,
         )
-        if runner.config.vocab_size < tokenizer.vocab_size:
-            raise ModelLoadError(
-                f"the tokenizer knows {tokenizer.vocab_size} tokens, "
-                f"the model only {runner.config.vocab_size}"
-            )
-        engine = cls(runner, tokenizer, template, max_waiting=config.max_waiting)
-        engine._guides.prepare()
+        engine._make.guides.prepare()
         return engine
 
     @property
@@ -102,115 +94,250 @@ class Engine:
         params: SamplingParams,
         *,
         received_ns: int,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Queues a generation. ``max_tokens`` is cut to the context that the prompt leaves.
 
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
-        validate_params(params, vocab_size=self._tokenizer.vocab_size)
-        # Room for the reply, or for as much of it as is fair to ask of a short context.
-        reply_len = min(params.max_tokens, self._runner.max_context // 4)
-        prompt_ids = self._encode(messages, reply_len=reply_len)
-        max_len = min(len(prompt_ids) + params.max_tokens, self._runner.max_context)
-        sequence = TokenSequence(request_id, prompt_ids, max_len=max_len)
-        generation = Generation(
-            sequence,
-            params,
-            self._tokenizer,
-            received_ns=received_ns,
-            guide=None if params.guide is None else self._guides.start(params.guide),
-            clock=self._clock,
+        self._make.check(params)
+        prompt = self._make.prompt(messages, options.overflow, self._make.reply_len(params))
+        request = self._make.request(request_id, prompt, options, received_ns=received_ns)
+        request.generation = self._make.generation(
+            request.sequence, params, received_ns=received_ns
         )
-        self._add(_Request(sequence, generation))
+        self._add(request)
 
     def submit_prefill(
-        self, request_id: int, messages: Sequence[ChatMessage], *, received_ns: int
+        self,
+        request_id: int,
+        messages: Sequence[ChatMessage],
+        *,
+        received_ns: int,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Queues the computing of a prompt's KV. Raises as ``submit``."""
-        prompt_ids = self._encode(messages, reply_len=1)
-        sequence = TokenSequence(request_id, prompt_ids, max_len=len(prompt_ids), generates=False)
-        self._add(_Request(sequence))
+        prompt = self._make.prompt(messages, options.overflow)
+        self._add(self._make.request(request_id, prompt, options, received_ns=received_ns))
+
+    def pin(
+        self, request_id: int, messages: Sequence[ChatMessage], *, received_ns: int, salt: str = ""
+    ) -> PrefillResult | None:
+        """Computes what all conversations that begin with ``messages`` share, and keeps it for as
+        long as the engine lives. What is pinned already is returned at once.
+
+        Raises as ``submit``, and InvalidRequestError when pins would fill a quarter of the cache.
+        """
+        prompt = self._make.shared_prefix(messages)
+        prompt_len = len(prompt.token_ids)
+        if prompt_len == 0:
+            raise InvalidRequestError("messages: the template begins with the user's words")
+        if any(s.token_ids == prompt.token_ids and s.salt == salt for s in self._pinned):
+            return PrefillResult(prompt_tokens=prompt_len, cached_tokens=prompt_len)
+        tables = self.scheduler.tables
+        num_blocks = self._num_pinned_blocks + tables.num_blocks_of(prompt_len)
+        if 4 * num_blocks > tables.pool.num_blocks:
+            raise InvalidRequestError(
+                f"pinned prompts would take {num_blocks} of {tables.pool.num_blocks} blocks of the "
+                "KV cache; at most a quarter can be pinned"
+            )
+        options = RequestOptions(cache_salt=salt)
+        request = self._make.request(
+            request_id, prompt, options, received_ns=received_ns, is_open=True
+        )
+        request.sequence.is_pinned = True
+        self._add(request)
+        self._pinned.append(request.sequence)
+        self._limit_length()
+        return None
+
+    def open_draft(
+        self,
+        request_id: int,
+        messages: Sequence[ChatMessage],
+        *,
+        received_ns: int,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> None:
+        """Begins to compute a prompt that may still change. Raises as ``submit``."""
+        prompt = self._make.prompt(messages, options.overflow)
+        self._add(
+            self._make.request(request_id, prompt, options, received_ns=received_ns, is_open=True)
+        )
+
+    def update_draft(
+        self, request_id: int, messages: Sequence[ChatMessage]
+    ) -> PrefillResult | None:
+        """Replaces a draft's text, keeping all that is computed of the common beginning. Returns
+        its result when nothing is left to compute. Raises as ``submit``; the draft is then over."""
+        request = self._draft(request_id)
+        try:
+            prompt = self._make.prompt(messages, request.overflow)
+        except LlmError:
+            self._end(request.sequence)
+            raise
+        request.sequence.num_dropped = prompt.num_dropped
+        return self._replace(request, prompt.token_ids)
+
+    def truncate_draft(self, request_id: int, num_tokens: int) -> PrefillResult | None:
+        """Takes all but the first ``num_tokens`` tokens from a draft. Returns as ``update_draft``;
+        raises InvalidRequestError."""
+        request = self._draft(request_id)
+        if not 0 < num_tokens <= request.sequence.prompt_len:
+            self._end(request.sequence)
+            raise InvalidRequestError(
+                f"num_tokens: must be from 1 to the draft's {request.sequence.prompt_len}, "
+                f"got {num_tokens}"
+            )
+        return self._replace(request, request.sequence.token_ids[:num_tokens])
+
+    def fork_draft(
+        self, request_id: int, source_id: int, *, received_ns: int
+    ) -> PrefillResult | None:
+        """A second draft, equal to ``source_id``, that shares all that is computed. Returns as
+        ``update_draft``; raises InvalidRequestError, EngineBusyError."""
+        source = self._draft(source_id)
+        request = source.forked(request_id, received_ns=received_ns)
+        self.scheduler.fork(source.sequence, request.sequence)
+        self._requests[request_id] = request
+        return request.prefilled() if request.sequence.remaining_len == 0 else None
+
+    def commit_draft(
+        self,
+        request_id: int,
+        params: SamplingParams,
+        *,
+        received_ns: int,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> None:
+        """The draft's text is final: generates the reply to it. Raises as ``submit``; the draft is
+        then over."""
+        request = self._draft(request_id)
+        try:
+            request.generation = self._make.generation(
+                request.sequence, params, received_ns=received_ns
+            )
+        except LlmError:
+            self._end(request.sequence)
+            raise
+        request.commit(options, received_ns=received_ns)
+        self.scheduler.changed(request.sequence)
+
+    def set_deadline(self, request_id: int, deadline_ns: int | None) -> None:
+        """When the next token of a request is needed; unknown ids are fine, as in ``abort``."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.sequence.deadline_ns = deadline_ns
 
     def abort(self, request_id: int) -> None:
-        """Ends a request wherever it is; its slot is free at once. Unknown ids are fine: the
+        """Ends a request wherever it is; its blocks are free at once. Unknown ids are fine: the
         request may have ended while the abort was on its way."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is not None:
-            self.scheduler.remove(request.sequence)
+            self._end(request.sequence)
 
     def step(self) -> list[Output]:
         """Computes one batch. Returns what it brought, [] when there is nothing to do."""
-        plan = self.scheduler.schedule()
+        outputs = self._expire(self._clock())
+        plan = self.scheduler.schedule(self._clock())
         if not plan.chunks:
-            return []
+            return outputs
         self._stamp_scheduled(plan)
         logits = self._run(plan)
         self.scheduler.commit(plan)
-        return list(self._postprocess(plan, logits))
+        return [*outputs, *self._postprocess(plan, logits)]
 
     def stats(self) -> EngineStats:
-        slots = self.scheduler.slots
+        tables = self.scheduler.tables
+        counts = tables.cache.counts
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
-            num_free_slots=slots.num_free,
-            num_slots=slots.num_slots,
-            cached_tokens=slots.cached_len,
+            num_drafts=self.scheduler.num_parked - len(self._pinned),
+            num_blocks=tables.pool.num_blocks,
+            num_free_blocks=tables.num_available,
+            num_pinned_blocks=self._num_pinned_blocks,
+            cached_tokens=tables.cache.cached_len,
+            total_prompt_tokens=counts.prompt_tokens,
+            total_hit_tokens=counts.hit_tokens,
+            total_evicted_blocks=counts.evicted_blocks,
+            total_preempted=self.scheduler.num_preempted,
+            total_timeouts=self._num_timeouts,
         )
 
-    def _encode(self, messages: Sequence[ChatMessage], *, reply_len: int) -> list[int]:
-        max_context = self._runner.max_context
-        num_bytes = sum(len(m.content.encode("utf-8", errors="replace")) for m in messages)
-        if num_bytes > max_context * _MAX_BYTES_PER_TOKEN:
-            raise PromptTooLongError(
-                f"the messages have {num_bytes} bytes; that cannot fit into the context of "
-                f"{max_context} tokens"
-            )
-        prompt_ids = self._tokenizer.encode_pieces(self._template.render(messages))
-        if not prompt_ids:
-            raise InvalidRequestError("messages: the prompt is empty")
-        if len(prompt_ids) + reply_len > max_context:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt_ids)} tokens; the context of {max_context} tokens "
-                f"must also hold {reply_len} of the reply"
-            )
-        return prompt_ids
+    @property
+    def _num_pinned_blocks(self) -> int:
+        return sum(self.scheduler.tables.num_blocks_of(s.prompt_len) for s in self._pinned)
 
-    def _add(self, request: _Request) -> None:
+    def _limit_length(self) -> None:
+        """The longest sequence must fit into the pool beside what is pinned, and with a block to
+        spare for a copy."""
+        pool = self.scheduler.tables.pool
+        self._make.limit((pool.num_blocks - self._num_pinned_blocks - 1) * pool.block_size)
+
+    def _draft(self, request_id: int) -> Request:
+        request = self._requests.get(request_id)
+        if request is None or not request.sequence.is_open or request.sequence.is_pinned:
+            raise InvalidRequestError(f"there is no open draft {request_id}")
+        return request
+
+    def _replace(self, request: Request, token_ids: list[int]) -> PrefillResult | None:
+        request.revision += 1
+        request.sequence.replace(token_ids)
+        self.scheduler.changed(request.sequence)
+        return request.prefilled() if request.sequence.remaining_len == 0 else None
+
+    def _add(self, request: Request) -> None:
         request_id = request.sequence.seq_id
         assert request_id not in self._requests, "a request id is used once"
         self.scheduler.add(request.sequence)
         self._requests[request_id] = request
 
+    def _expire(self, now_ns: int) -> list[Output]:
+        """Ends requests that ran out of time, wherever they are; never as if they were done."""
+        expired = [
+            request.sequence
+            for request in self._requests.values()
+            if request.expires_ns is not None and request.expires_ns <= now_ns
+        ]
+        outputs: list[Output] = []
+        for sequence in expired:
+            place = "running" if sequence.num_steps else "waiting"
+            outputs.append(
+                (sequence.seq_id, RequestTimeoutError(f"the request timed out while {place}"))
+            )
+            self._end(sequence)
+        self._num_timeouts += len(expired)
+        return outputs
+
     def _stamp_scheduled(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             generation = self._requests[chunk.sequence.seq_id].generation
-            if chunk.sequence.num_steps == 0 and generation is not None:
+            if generation is not None and generation.scheduled_ns == 0:
                 generation.scheduled_ns = self._clock()
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
         for copy in plan.copies:
-            self._runner.copy_prefix(copy.source, copy.target, copy.length)
+            self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
         return self._runner.forward(_batch(plan))
 
     def _postprocess(self, plan: StepPlan, logits: torch.Tensor) -> Iterator[Output]:
         # A model's vocabulary may be padded beyond the tokenizer's; those are no tokens.
-        rows = iter(logits.numpy()[:, : self._tokenizer.vocab_size])
+        rows = iter(logits.numpy()[:, : self._vocab_size])
         for chunk in plan.chunks:
             sequence = chunk.sequence
+            request = self._requests[sequence.seq_id]
             if chunk.wants_logits:
-                for event in self._advance(self._requests[sequence.seq_id], next(rows)):
+                for event in self._advance(request, next(rows)):
                     yield sequence.seq_id, event
             elif sequence.remaining_len == 0:
-                self._end(sequence)
-                yield (
-                    sequence.seq_id,
-                    PrefillResult(
-                        prompt_tokens=sequence.prompt_len, cached_tokens=sequence.cached_len
-                    ),
-                )
+                yield sequence.seq_id, request.prefilled()
+                if sequence.is_pinned:
+                    self.scheduler.tables.publish_tail(sequence)
+                elif not sequence.is_open:
+                    self._end(sequence)
 
-    def _advance(self, request: _Request, row: FloatRow) -> Sequence[GenerationEvent | LlmError]:
+    def _advance(self, request: Request, row: FloatRow) -> Sequence[GenerationEvent | LlmError]:
         assert request.generation is not None, "only generations ask for logits"
         try:
             events = request.generation.advance(row)
@@ -223,20 +350,10 @@ class Engine:
 
     def _end(self, sequence: TokenSequence) -> None:
         del self._requests[sequence.seq_id]
+        if sequence.is_pinned:
+            self._pinned.remove(sequence)
+            self._limit_length()
         self.scheduler.remove(sequence)
-
-
-def load_template(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of a GGUF file. Raises ModelLoadError, also when there is none."""
-    source = metadata.get("tokenizer.chat_template")
-    if not isinstance(source, str):
-        raise ModelLoadError("the file has no chat template: it is not a chat model")
-    return ChatTemplate(
-        source,
-        control_tokens=tokenizer.control_tokens,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-    )
 
 
 def _batch(plan: StepPlan) -> ForwardBatch:
@@ -244,11 +361,10 @@ def _batch(plan: StepPlan) -> ForwardBatch:
     segments: list[Segment] = []
     logit_rows: list[int] = []
     for chunk in plan.chunks:
-        slot = chunk.sequence.slot
-        assert slot is not None, "a scheduled sequence has a slot"
         end = chunk.start + chunk.length
         token_ids.extend(chunk.sequence.token_ids[chunk.start : end])
-        segments.append(Segment(slot=slot, start=chunk.start, length=chunk.length))
+        block_ids = tuple(chunk.sequence.block_ids)
+        segments.append(Segment(block_ids, start=chunk.start, length=chunk.length))
         if chunk.wants_logits:
             logit_rows.append(len(token_ids) - 1)
     return ForwardBatch(

@@ -35,6 +35,12 @@ class EngineBusyError(LlmError):
     code = "engine_busy"
 
 
+class RequestTimeoutError(LlmError):
+    """The request was not done within its own ``timeout_ms``."""
+
+    code = "request_timeout"
+
+
 class EngineDiedError(LlmError):
     """The engine process ended while the request was running."""
 
@@ -49,6 +55,7 @@ _BY_CODE: dict[str, type[LlmError]] = {
         InvalidRequestError,
         PromptTooLongError,
         EngineBusyError,
+        RequestTimeoutError,
         EngineDiedError,
     )
 }

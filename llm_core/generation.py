@@ -136,6 +136,7 @@ class Generation:
             first_token_ns=self._clock(),
             prompt_tokens=self._sequence.prompt_len,
             cached_tokens=self._sequence.cached_len,
+            dropped_messages=self._sequence.num_dropped,
         )
 
     def _done(self, reason: FinishReason) -> GenerationDone:

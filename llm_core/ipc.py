@@ -20,6 +20,7 @@ from llm_core.messages import (
     GenerationEvent,
     ModelInfo,
     PrefillResult,
+    RequestOptions,
     SamplingParams,
 )
 
@@ -42,11 +43,61 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     request_id: int
     messages: tuple[ChatMessage, ...]
     params: SamplingParams
+    options: RequestOptions = RequestOptions()
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     request_id: int
     messages: tuple[ChatMessage, ...]
+    options: RequestOptions = RequestOptions()
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """Computes what conversations that begin so share, and keeps it. Answered like a prefill."""
+
+    request_id: int
+    messages: tuple[ChatMessage, ...]
+    cache_salt: str
+
+
+class OpenDraft(msgspec.Struct, frozen=True, tag="open_draft"):
+    """A prompt that may still change; Prefilled follows whenever a revision is computed."""
+
+    request_id: int
+    messages: tuple[ChatMessage, ...]
+    options: RequestOptions
+
+
+class UpdateDraft(msgspec.Struct, frozen=True, tag="update_draft"):
+    request_id: int
+    messages: tuple[ChatMessage, ...]
+
+
+class TruncateDraft(msgspec.Struct, frozen=True, tag="truncate_draft"):
+    request_id: int
+    num_tokens: int
+
+
+class ForkDraft(msgspec.Struct, frozen=True, tag="fork_draft"):
+    """``request_id`` is the new draft's."""
+
+    request_id: int
+    source_id: int
+
+
+class CommitDraft(msgspec.Struct, frozen=True, tag="commit_draft"):
+    """The draft becomes a generation, under its own id."""
+
+    request_id: int
+    params: SamplingParams
+    options: RequestOptions
+
+
+class SetDeadline(msgspec.Struct, frozen=True, tag="set_deadline"):
+    """Answered by nothing; unknown ids are ignored."""
+
+    request_id: int
+    deadline_ns: int | None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -59,7 +110,10 @@ class GetStats(msgspec.Struct, frozen=True, tag="stats"):
     request_id: int
 
 
-Command = Start | Generate | Prefill | Abort | GetStats
+DraftCommand = UpdateDraft | TruncateDraft | CommitDraft
+# Commands that begin a request; their events carry its id.
+Request = Generate | Prefill | Pin | OpenDraft | ForkDraft | GetStats
+Command = Start | Request | DraftCommand | SetDeadline | Abort
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

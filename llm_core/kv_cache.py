@@ -1,59 +1,117 @@
-"""Keys and values of all layers: one contiguous, preallocated range of positions per slot.
+"""Keys and values of all layers, in one pool of fixed-size blocks of positions.
 
-    slot s   [0, end) computed | [end, max_context) not yet written
+    data   [num_layers, 2 * num_kv_heads, num_blocks * block_size, head_dim]   key heads, then value
+    scales [num_layers, 2 * num_kv_heads, num_blocks * block_size]             int8 only
 
-Pages come later; what a segment attends to is handed out as views, so nothing is copied.
+Neighbouring blocks are neighbours in memory, so a sequence whose blocks are numbered one after
+another is a single view. What a segment attends to is handed out as such views, one a contiguous
+run of blocks; a sequence's past is never copied.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from kernels.attention import KvRun
+from llm_core.batch import ForwardBatch
 from llm_core.config import ModelConfig
+from llm_core.messages import KvDtype
 
-
-@dataclass(frozen=True, slots=True)
-class SegmentViews:
-    """One segment's views into the cache, a tensor per layer.
-
-    ``target[l]`` [2 * num_kv_heads, length, head_dim] is where its new keys, then values go;
-    ``keys[l]`` and ``values[l]`` [num_kv_heads, end, head_dim] are all that it attends to.
-    """
-
-    target: tuple[torch.Tensor, ...]
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+DTYPES: dict[KvDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+_MAX_CODE = 127
 
 
 class KvCache:
-    """float32 [num_layers, num_slots, 2 * num_kv_heads, max_context, head_dim].
+    """The memory is reserved at once but becomes resident only where positions are written.
 
-    The memory is reserved at once but becomes resident only where positions are written.
+    int8: each head of each position has its own scale, its largest magnitude / 127, so an outlier
+    spoils nothing but its own 2 * head_dim numbers (KIVI and others; here symmetric, per token).
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, max_context: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: KvDtype = "float32",
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
         self._num_kv_heads = config.num_kv_heads
-        self._data = torch.empty(
-            config.num_layers, num_slots, 2 * config.num_kv_heads, max_context, config.head_dim
-        )
+        shape = (config.num_layers, 2 * config.num_kv_heads, num_blocks * block_size)
+        self.data = torch.empty(*shape, config.head_dim, dtype=DTYPES[dtype])
+        self.scales = torch.empty(*shape) if dtype == "int8" else None
+        self._layers = self.data.unbind(0)
+        self._layer_scales = None if self.scales is None else self.scales.unbind(0)
 
     @staticmethod
-    def num_bytes(config: ModelConfig, num_slots: int, max_context: int) -> int:
+    def num_bytes(
+        config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: KvDtype = "float32"
+    ) -> int:
         """What a cache of this size reserves."""
-        return 4 * config.num_layers * num_slots * 2 * config.kv_size * max_context
+        per_head = config.head_dim * DTYPES[dtype].itemsize + (4 if dtype == "int8" else 0)
+        return config.num_layers * 2 * config.num_kv_heads * per_head * num_blocks * block_size
 
-    def views(self, slot: int, start: int, end: int) -> SegmentViews:
-        """Views for a segment that computes positions [start, end) of ``slot``."""
-        seen = self._data[:, slot, :, :end]
-        return SegmentViews(
-            target=seen[:, :, start:].unbind(0),
-            keys=seen[:, : self._num_kv_heads].unbind(0),
-            values=seen[:, self._num_kv_heads :].unbind(0),
+    def positions(self, batch: ForwardBatch) -> torch.Tensor:
+        """int64 [T]: where in the pool each row of ``batch`` is kept."""
+        return torch.tensor(
+            [
+                segment.block_ids[at // self.block_size] * self.block_size + at % self.block_size
+                for segment in batch.segments
+                for at in range(segment.start, segment.end)
+            ],
+            dtype=torch.int64,
         )
 
-    def copy_prefix(self, src_slot: int, dst_slot: int, length: int) -> None:
-        """Positions [0, length) of ``src_slot`` over those of ``dst_slot``."""
-        if src_slot != dst_slot:
-            self._data[:, dst_slot, :, :length].copy_(self._data[:, src_slot, :, :length])
+    def write(self, layer: int, positions: torch.Tensor, key_value: torch.Tensor) -> None:
+        """Keeps key_value float32 [2 * num_kv_heads, T, head_dim] at ``positions`` [T]."""
+        if self._layer_scales is None:
+            self._layers[layer].index_copy_(1, positions, key_value.to(self.data.dtype))
+            return
+        scales = key_value.abs().amax(-1).div_(_MAX_CODE)
+        codes = key_value / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        self._layers[layer].index_copy_(1, positions, codes.round_().to(torch.int8))
+        self._layer_scales[layer].index_copy_(1, positions, scales)
+
+    def runs(self, block_ids: Sequence[int], first: int, end: int) -> tuple[tuple[KvRun, ...], ...]:
+        """For each layer, positions [first, end) of the sequence in ``block_ids``, in order."""
+        places = contiguous_runs(block_ids, self.block_size, first, end)
+        return tuple(zip(*(self._views(start, stop) for start, stop in places), strict=True))
+
+    def copy_rows(self, src_block: int, dst_block: int, num_rows: int) -> None:
+        """The first ``num_rows`` positions of one block over those of another."""
+        src, dst = src_block * self.block_size, dst_block * self.block_size
+        for pool in (self.data, self.scales):
+            if pool is not None:
+                pool[:, :, dst : dst + num_rows] = pool[:, :, src : src + num_rows]
+
+    def _views(self, start: int, stop: int) -> Iterator[KvRun]:
+        heads = self._num_kv_heads
+        seen = self.data[:, :, start:stop]
+        keys, values = seen[:, :heads].unbind(0), seen[:, heads:].unbind(0)
+        if self.scales is None:
+            return map(KvRun, keys, values)
+        scales = self.scales[:, :, start:stop]
+        return map(KvRun, keys, values, scales[:, :heads].unbind(0), scales[:, heads:].unbind(0))
+
+
+def contiguous_runs(
+    block_ids: Sequence[int], block_size: int, first: int, end: int
+) -> list[tuple[int, int]]:
+    """Pool positions [start, stop) that hold positions [first, end), as few pieces as possible."""
+    runs: list[tuple[int, int]] = []
+    for index in range(first // block_size, (end - 1) // block_size + 1):
+        start = block_ids[index] * block_size
+        stop = start + min(block_size, end - index * block_size)
+        start += max(0, first - index * block_size)
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return runs

@@ -48,7 +48,8 @@ def token_logprob(
     top: list[Alternative] = []
     if num_top:
         num_top = min(num_top, len(row))
-        best_ids = np.argpartition(row, len(row) - num_top)[len(row) - num_top :]
-        for at in best_ids[np.lexsort((best_ids, -row[best_ids]))].tolist():
+        kth = np.partition(row, len(row) - num_top)[len(row) - num_top]
+        ids = np.flatnonzero(row >= kth)
+        for at in ids[np.argsort(-row[ids], kind="stable")][:num_top].tolist():
             top.append(Alternative(token_bytes[at], float(row[at]) - total))
     return TokenLogprob(token_bytes[token_id], float(row[token_id]) - total, tuple(top))

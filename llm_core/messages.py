@@ -11,17 +11,23 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+KvDtype = Literal["float32", "bfloat16", "int8"]
+ModelBackend = Literal["auto", "native", "torch"]
+Overflow = Literal["refuse", "drop_oldest"]
+PolicyName = Literal["deadline", "fcfs", "priority"]
 
 # How a model writes its calls of tools: see tool_calls.py.
 ToolFormat = Literal["hermes", "llama3"]
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. ``parameters`` is a JSON Schema, as JSON text."""
+    """A function that the model may call. ``parameters`` is a JSON Schema, as JSON text;
+    ``strict`` as in ``JsonGuide``."""
 
     name: str
     description: str = ""
     parameters: str = '{"type": "object", "properties": {}}'
+    strict: bool = False
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +54,14 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class JsonGuide(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
-    """The reply is one JSON value of this schema (JSON text); "" asks for any JSON object."""
+    """The reply is one JSON value of this schema (JSON text); "" asks for any JSON object.
+
+    ``strict``: a schema with keywords that cannot be enforced is refused; otherwise they are
+    ignored.
+    """
 
     schema: str = ""
+    strict: bool = True
 
 
 class RegexGuide(msgspec.Struct, frozen=True, kw_only=True, tag="regex"):
@@ -69,12 +80,14 @@ class ToolGuide(msgspec.Struct, frozen=True, kw_only=True, tag="tools"):
     """Calls in the reply are well-formed: known names, arguments of the tool's own schema.
 
     ``required``: the reply is a call (with ``parallel``: one or more) and nothing else. Otherwise
-    the model is free to write text, until it begins a call.
+    the model is free to write text, until it begins a call; with ``text``, a reply without calls
+    is JSON of that guide.
     """
 
     tools: tuple[ToolSpec, ...]
     required: bool = False
     parallel: bool = True
+    text: JsonGuide | None = None
 
 
 Guide = JsonGuide | RegexGuide | ChoiceGuide | ToolGuide
@@ -107,6 +120,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     guide: Guide | None = None
 
 
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request is served, apart from what it says.
+
+    ``deadline_ns`` (``time.monotonic_ns``): when the first token, later the next one, is needed;
+    ``priority``: higher is served first; ``cache_salt``: only requests with the same one share
+    cached prefixes; ``timeout_ms``: the request fails with RequestTimeoutError if it is not done
+    after that; ``overflow``: what happens to a conversation longer than the context: it is refused,
+    or its oldest turns are left out (the answer says how many messages).
+    """
+
+    deadline_ns: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_ms: int | None = None
+    overflow: Overflow = "refuse"
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one request."""
 
@@ -123,6 +153,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag="first_token"):
     first_token_ns: int
     prompt_tokens: int
     cached_tokens: int
+    dropped_messages: int = 0
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -181,27 +212,46 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot; all zero running and waiting means that nothing is leaked."""
+    """A snapshot, and sums since the start.
+
+    Nothing is leaked when nothing runs or waits, no draft is open, and free and pinned blocks are
+    all there are (blocks that only the prefix cache holds count as free).
+    """
 
     num_running: int
     num_waiting: int
-    num_free_slots: int
-    num_slots: int
+    num_drafts: int
+    num_blocks: int
+    num_free_blocks: int
+    num_pinned_blocks: int
     cached_tokens: int
+    total_prompt_tokens: int = 0
+    total_hit_tokens: int = 0
+    total_evicted_blocks: int = 0
+    total_preempted: int = 0
+    total_timeouts: int = 0
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a prefill-only request."""
+    """Outcome of a prefill-only request, or of one revision of a draft."""
 
     prompt_tokens: int
     cached_tokens: int
+    dropped_messages: int = 0
+    revision: int = 0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to start an engine process.
 
-    ``max_sequences`` requests run at once, each in a KV slot of ``max_context`` tokens (None: the
-    model's own limit); ``max_waiting`` more may wait. Raises ValueError for impossible numbers.
+    ``max_sequences`` requests run at once, each of ``max_context`` tokens at most (None: the
+    model's own limit); ``max_waiting`` more may wait. ``kv_cache_tokens`` is the size of the KV
+    pool that they and the prefix cache share (None: 2,048 for each of ``max_sequences``, or one
+    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``backend``
+    "native" is compiled C, "torch" torch's operations, "auto" the faster one that can run here;
+    ``native_cache_dir`` is where the compiled library is kept (None: the user's cache directory).
+    ``standby`` keeps a second process that has loaded its code (some 200 MB) and needs only the
+    model when the first one dies. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -209,6 +259,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int = 8
     max_context: int | None = None
     max_waiting: int = 64
+    kv_cache_tokens: int | None = None
+    kv_dtype: KvDtype = "float32"
+    policy: PolicyName = "deadline"
+    standby: bool = False
+    backend: ModelBackend = "auto"
+    native_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_threads", "max_sequences", "max_waiting"):
@@ -216,3 +272,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_context is not None and self.max_context < 2:
             raise ValueError(f"max_context must be at least 2, got {self.max_context}")
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < 64:
+            raise ValueError(f"kv_cache_tokens must be at least 64, got {self.kv_cache_tokens}")

@@ -1,4 +1,4 @@
-"""Owns a decoder and its KV cache, and runs batches through them."""
+"""Owns a model and its KV cache, and runs batches through them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import TypedDict
 
 import torch
 
-from kernels import BackendName, select_backend
+from kernels import BackendName
 from llm_core.batch import ForwardBatch
 from llm_core.config import ModelConfig
-from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
-from llm_core.loading.gguf_model import open_gguf_model
+from llm_core.loading.model_weights import ModelWeights, open_weights
+from llm_core.messages import EngineConfig, KvDtype, ModelBackend
+from llm_core.model_choice import ModelOptions, make_model
 from llm_core.quant.formats import Weight
-from llm_core.quant.linear import choose_formats
+
+_BLOCK_SIZE = 16
+_DEFAULT_KV_TOKENS = 2048  # of each sequence that may run
 
 
 class InfoFields(TypedDict):
@@ -32,10 +35,11 @@ class InfoFields(TypedDict):
 
 
 class ModelRunner:
-    """Runs the decoder over batches. One caller at a time.
+    """Runs the model over batches. One caller at a time.
 
-    ``max_context`` is the number of positions a slot holds: the model's context length, or less if
-    asked. Torch's thread count is a property of the process; constructing a runner sets it.
+    ``max_context`` is the longest sequence: the model's context length, or less if asked, or less
+    because the whole pool of ``num_blocks`` blocks holds no more. Torch's thread count is a
+    property of the process; constructing a runner sets it.
     """
 
     def __init__(
@@ -45,55 +49,73 @@ class ModelRunner:
         *,
         weight_format: str = "float32",
         backend: BackendName = "cpu",
+        model_backend: ModelBackend = "torch",
+        native_cache_dir: str | None = None,
         num_threads: int = 1,
-        num_slots: int = 1,
+        num_blocks: int | None = None,
+        block_size: int = _BLOCK_SIZE,
+        kv_dtype: KvDtype = "float32",
         max_context: int | None = None,
         name: str = "in-memory",
     ) -> None:
-        """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``.
+        """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``;
+        ``backend`` are the kernels of torch's decoder; ``model_backend`` and ``native_cache_dir``
+        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind.
 
-        Raises ModelLoadError when the KV cache cannot fit into this machine's memory.
+        Raises ModelLoadError when the KV cache cannot fit into this machine's memory, and as
+        ``make_model`` does.
         """
+        longest = min(max_context or config.context_len, config.context_len)
         self.config = config
-        self.num_slots = num_slots
-        self.max_context = min(max_context or config.context_len, config.context_len)
+        self.num_blocks = num_blocks or 2 * -(-longest // block_size)
+        self.block_size = block_size
+        self.max_context = min(longest, self.num_blocks * block_size)
         self._name = name
         self._num_threads = num_threads
-        _check_cache_fits(KvCache.num_bytes(config, num_slots, self.max_context), self)
+        num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, kv_dtype)
+        _check_cache_fits(num_bytes, self)
         torch.set_num_threads(num_threads)
-        formats = choose_formats(weight_format)
-        self._weight_format = str(formats)
+        options = ModelOptions(
+            backend=model_backend,
+            weight_format=weight_format,
+            torch_kernels=backend,
+            num_threads=num_threads,
+            native_cache_dir=Path(native_cache_dir) if native_cache_dir else None,
+        )
         with torch.inference_mode():
-            self._cache = KvCache(config, num_slots, self.max_context)
-            self._decoder = Decoder(
-                config, weights, formats, select_backend(backend), self.max_context
+            self._cache = KvCache(config, self.num_blocks, block_size, kv_dtype)
+            self._model, self._weight_format = make_model(
+                config, weights, options, self.max_context
             )
 
     @classmethod
-    def load(
-        cls,
-        model_path: str,
-        *,
-        num_threads: int,
-        num_slots: int,
-        max_context: int | None,
-        weight_format: str = "auto",
+    def load(cls, engine_config: EngineConfig, *, weight_format: str = "auto") -> ModelRunner:
+        """Reads a GGUF file or a Hugging Face directory. Raises ModelLoadError."""
+        with open_weights(engine_config.model_path) as model:
+            return cls.of(model, engine_config, weight_format=weight_format)
+
+    @classmethod
+    def of(
+        cls, model: ModelWeights, engine_config: EngineConfig, *, weight_format: str = "auto"
     ) -> ModelRunner:
-        """Reads a GGUF file. Raises ModelLoadError."""
-        with open_gguf_model(model_path) as model:
-            return cls(
-                model.config,
-                model.weights,
-                weight_format=weight_format,
-                num_threads=num_threads,
-                num_slots=num_slots,
-                max_context=max_context,
-                name=Path(model_path).stem,
-            )
+        """Reads the weights of an open model. Raises ModelLoadError."""
+        kv_tokens = _kv_cache_tokens(engine_config, model.config.context_len)
+        return cls(
+            model.config,
+            model.weights,
+            weight_format=weight_format,
+            num_threads=engine_config.num_threads,
+            num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
+            kv_dtype=engine_config.kv_dtype,
+            max_context=engine_config.max_context,
+            model_backend=engine_config.backend,
+            native_cache_dir=engine_config.native_cache_dir,
+            name=model.name,
+        )
 
     @property
     def info_fields(self) -> InfoFields:
-        """What is loaded; ``context_len`` is what a slot holds."""
+        """What is loaded; ``context_len`` is the longest sequence."""
         return InfoFields(
             name=self._name,
             context_len=self.max_context,
@@ -106,36 +128,48 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits [R, vocab_size], one row for each of ``batch.logit_rows``.
 
-        Every segment must start at or before the end of what its slot holds; the slot then holds
-        ``segment.end`` positions (anything beyond is stale and will be overwritten).
+        Positions before a segment's start must have been computed into its blocks; anything that
+        its blocks hold from there on is overwritten.
         """
         self._check(batch)
         with torch.inference_mode():
-            return self._decoder.forward(batch, self._cache)
+            return self._model.forward(batch, self._cache)
 
-    def copy_prefix(self, src_slot: int, dst_slot: int, length: int) -> None:
-        """Copies keys and values of positions [0, length) from one slot to another."""
-        assert 0 <= src_slot < self.num_slots and 0 <= dst_slot < self.num_slots
-        assert 0 <= length <= self.max_context
+    def copy_block_rows(self, src_block: int, dst_block: int, num_rows: int) -> None:
+        """Copies keys and values of the first ``num_rows`` positions of a block to another one."""
+        assert 0 <= src_block < self.num_blocks and 0 <= dst_block < self.num_blocks
+        assert 0 <= num_rows <= self.block_size
         with torch.inference_mode():
-            self._cache.copy_prefix(src_slot, dst_slot, length)
+            self._cache.copy_rows(src_block, dst_block, num_rows)
 
     def _check(self, batch: ForwardBatch) -> None:
-        slots = {segment.slot for segment in batch.segments}
-        assert len(slots) == len(batch.segments) > 0, "a slot occurs twice, or the batch is empty"
+        written: list[int] = []
         for segment in batch.segments:
-            assert 0 <= segment.slot < self.num_slots, f"no slot {segment.slot}"
             assert segment.start >= 0 and segment.length > 0, f"empty {segment}"
             assert segment.end <= self.max_context, f"{segment} exceeds {self.max_context}"
+            assert segment.end <= len(segment.block_ids) * self.block_size, (
+                f"{segment} lacks blocks"
+            )
+            assert 0 <= min(segment.block_ids) <= max(segment.block_ids) < self.num_blocks
+            first, last = segment.start // self.block_size, (segment.end - 1) // self.block_size
+            written += segment.block_ids[first : last + 1]
+        assert len(set(written)) == len(written) > 0, "a block is written twice, or nothing is"
         num_rows = sum(segment.length for segment in batch.segments)
         assert batch.token_ids.shape == (num_rows,), "token_ids and segments disagree"
+
+
+def _kv_cache_tokens(engine_config: EngineConfig, context_len: int) -> int:
+    if engine_config.kv_cache_tokens is not None:
+        return engine_config.kv_cache_tokens
+    longest = min(engine_config.max_context or context_len, context_len)
+    return max(longest, engine_config.max_sequences * min(longest, _DEFAULT_KV_TOKENS))
 
 
 def _check_cache_fits(num_bytes: int, runner: ModelRunner) -> None:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > memory_bytes:
         raise ModelLoadError(
-            f"the KV cache of {runner.num_slots} slots with {runner.max_context} positions needs "
+            f"the KV cache of {runner.num_blocks} blocks of {runner.block_size} positions needs "
             f"{num_bytes / 2**30:.1f} GiB and this machine has {memory_bytes / 2**30:.1f} GiB: "
-            "choose a smaller max_context or fewer sequences"
+            "choose a smaller max_context, fewer sequences, or kv_dtype int8"
         )

@@ -31,7 +31,9 @@ _NUCLEUS_DEPTHS = (4.0, 16.0)
 # All tokens that lie deeper than ln(vocabulary) plus this have, together, a share below 2^-20:
 # less than float32 loses in the sum of the others. They are never drawn.
 _NEAR_DEPTH = 14.0
-_NUM_NEAR = 8192  # of more than this, picking them out costs more than it saves
+_NUM_NEAR = 24_576  # of more than this, picking them out costs more than it saves
+_TOP_K_DEPTH = 8.0
+_ROUNDING = 0.01  # what lies this near to an edge is left for the exact comparison
 _NUM_SORTED = 2048
 _NUM_BINS = 1024
 _BLOCK_LEN = 256
@@ -186,8 +188,18 @@ def candidates(row: FloatRow, best: float, params: SamplingParams) -> tuple[IdRo
 def _near(row: FloatRow, best: float, params: SamplingParams) -> IdRow | None:
     """All ids that can matter, in order; None when they are too many to be picked out."""
     depth = math.log(len(row)) + _NEAR_DEPTH
-    is_near = row >= np.float32(max(best - depth * params.temperature, _LOWEST))
+    if params.top_p == 1.0 and params.min_p > 0.0:
+        depth = min(depth, _ROUNDING - math.log(params.min_p))
+    is_near = row >= _floor(best, depth, params)
+    if 0 < params.top_k < len(row):
+        is_closer = row >= _floor(best, _TOP_K_DEPTH, params)
+        if np.count_nonzero(is_closer) >= params.top_k:
+            is_near &= is_closer
     return np.flatnonzero(is_near) if np.count_nonzero(is_near) <= _NUM_NEAR else None
+
+
+def _floor(best: float, depth: float, params: SamplingParams) -> np.float32:
+    return np.float32(max(best - depth * params.temperature, _LOWEST))
 
 
 def _top_k(scaled: FloatRow, k: int) -> IdRow:

@@ -1,18 +1,26 @@
-"""Decides what each step computes. Moves sequences between two deques and hands out slots.
+"""Decides what each step computes. Moves sequences between lists and hands out blocks.
 
-The one rule: every running sequence's computed count chases its length. A step gives each the rows
-it wants, those that are decoding first (one row each), then prompts in order of arrival, as far as
-the row budget goes. Prompts are cut where the budget ends. No tensors here.
+The one rule: every running sequence's computed count chases its length. A step gives the streams
+their one row each, then prompts their rows in the policy's order, as far as the row budget goes;
+prompts are cut where it ends. No tensors here.
+
+::
+
+    waiting --(a place, and blocks for all its tokens)--> running --> removed
+       ^                                                   |  |
+       +---- preempted: blocks taken, computed anew -------+  +--> parked: a draft that is computed
+       +---- changed -------------------------------------------------+
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from llm_core.block_tables import BlockCopy, BlockTables
 from llm_core.errors import EngineBusyError
+from llm_core.policy import Policy
 from llm_core.sequence import TokenSequence
-from llm_core.slots import PrefixCopy, SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +33,46 @@ class Chunk:
     wants_logits: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """Copies to make, in order, and then the chunks to compute in one batch."""
 
-    copies: tuple[PrefixCopy, ...]
-    chunks: tuple[Chunk, ...]
+    copies: list[BlockCopy] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
 
 
 class Scheduler:
-    """First come, first served, with decoding ahead of prompts."""
+    """Owns the lists; the policy gives the order, ``tables`` the blocks."""
 
     def __init__(
-        self, *, num_slots: int, max_waiting: int, prompt_budget: int = 96, mixed_budget: int = 64
+        self,
+        tables: BlockTables,
+        policy: Policy,
+        *,
+        max_running: int,
+        max_waiting: int,
+        prompt_budget: int = 96,
+        mixed_budget: int = 64,
     ) -> None:
-        """``prompt_budget``: rows of a step when nobody is decoding; ``mixed_budget``: prompt rows
-        of a step that decodes too, small because every listener waits for that step."""
+        """``prompt_budget``: rows of a step in which no stream has one; ``mixed_budget``: prompt
+        rows of a step with streams, small because every listener waits for that step."""
         assert prompt_budget > 0 and mixed_budget > 0, "a step can always compute something"
-        self._slots = SlotTable(num_slots)
+        self.tables = tables
+        self.prompt_budget = prompt_budget
+        self.mixed_budget = mixed_budget
+        self.num_preempted = 0
+        self._policy = policy
+        self._max_running = max_running
         self._max_waiting = max_waiting
-        self._prompt_budget = prompt_budget
-        self._mixed_budget = mixed_budget
-        # Bounded: add() refuses with EngineBusyError when max_waiting are waiting that the free
-        # slots, handed out by the next step, do not take.
-        self._waiting: deque[TokenSequence] = deque()
-        self._running: deque[TokenSequence] = deque()
+        # Bounded: add() refuses with EngineBusyError when max_waiting are waiting for which the
+        # next step has no place, or as many drafts are open. Preempted ones always find room.
+        self._waiting: list[TokenSequence] = []
+        self._running: list[TokenSequence] = []
+        self._parked: list[TokenSequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -64,71 +87,172 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def slots(self) -> SlotTable:
-        return self._slots
+    def num_parked(self) -> int:
+        return len(self._parked)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queues a sequence. Raises EngineBusyError when the queue is full."""
-        if len(self._waiting) >= self._max_waiting + self._slots.num_free:
+        """Queues a sequence. Raises EngineBusyError when there is no room to wait."""
+        if len(self._waiting) >= self._max_waiting + self._num_places:
             raise EngineBusyError(
                 f"{len(self._running)} requests are running and {len(self._waiting)} waiting; "
                 "try again later"
             )
+        if sequence.is_open and len(self._parked) >= self._max_waiting:
+            raise EngineBusyError(f"{len(self._parked)} drafts are open; try again later")
         self._waiting.append(sequence)
 
-    def remove(self, sequence: TokenSequence) -> None:
-        """Takes a sequence out, finished or not; its slot is free at once."""
-        if sequence.slot is None:
-            self._waiting.remove(sequence)
-        else:
-            self._running.remove(sequence)
-            self._slots.release(sequence)
+    def fork(self, source: TokenSequence, target: TokenSequence) -> None:
+        """Queues ``target``, equal to ``source``, with all that is computed. Raises as ``add``."""
+        self.add(target)
+        self.tables.fork(source, target)
+        self._settle(target)
 
-    def schedule(self) -> StepPlan:
-        """The next step. Its copies and chunks must be run before anything else is called."""
-        decoding = [sequence for sequence in self._running if sequence.is_decoding]
-        chunks = [_chunk(sequence, sequence.remaining_len) for sequence in decoding]
-        budget = self._mixed_budget if decoding else self._prompt_budget
-        for sequence in self._running:
-            if budget > 0 and not sequence.is_decoding:
-                chunks.append(_chunk(sequence, min(budget, sequence.remaining_len)))
-                budget -= chunks[-1].length
-        copies = []
-        while budget > 0 and self._waiting and self._slots.num_free > 0:
-            sequence = self._waiting.popleft()
-            copy = self._slots.acquire(sequence)
-            if copy is not None:
-                copies.append(copy)
-            self._running.append(sequence)
-            chunks.append(_chunk(sequence, min(budget, sequence.remaining_len)))
-            budget -= chunks[-1].length
-        return StepPlan(tuple(copies), tuple(chunks))
+    def changed(self, sequence: TokenSequence) -> None:
+        """The tokens of a sequence were replaced, or it is not open any more."""
+        self.tables.cut(sequence)
+        self._settle(sequence)
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """Takes a sequence out, finished or not; its blocks are free at once."""
+        self._list_of(sequence).remove(sequence)
+        self.tables.release(sequence)
+
+    def schedule(self, now_ns: int = 0) -> StepPlan:
+        """The next step. It must be run before anything else is called."""
+        plan = StepPlan()
+        streams = sorted(filter(_is_stream, self._running), key=self._policy.rank)
+        prompts = [s for s in self._running if not _is_stream(s)] + self._waiting
+        patient = [s for s in streams if prompts and self._policy.gives_way(s, now_ns)]
+        for sequence in streams:
+            if sequence not in patient:
+                self._plan(plan, sequence, sequence.remaining_len)
+        num_planned = len(plan.chunks)
+        self._plan_prompts(plan, self.mixed_budget if plan.chunks else self.prompt_budget)
+        if len(plan.chunks) == num_planned:  # no prompt could use the room that was made
+            for sequence in patient:
+                self._plan(plan, sequence, sequence.remaining_len)
+        return plan
 
     def commit(self, plan: StepPlan) -> None:
         """Counts the plan's rows as computed; only now may others share them."""
         for chunk in plan.chunks:
-            chunk.sequence.computed_len += chunk.length
-            chunk.sequence.num_steps += 1
+            sequence = chunk.sequence
+            sequence.computed_len += chunk.length
+            sequence.num_steps += 1
+            self.tables.publish(sequence)
+            if sequence.is_open:
+                self._settle(sequence)
 
     def check(self) -> None:
         """Asserts the invariants; true between any two calls."""
-        self._slots.check(list(self._running))
-        for sequence in self._waiting:
-            assert sequence.slot is None and sequence.computed_len == 0, "waiting has no KV"
+        everyone = [*self._waiting, *self._running, *self._parked]
+        self.tables.check(everyone)
+        assert len(self._running) <= self._max_running, "a place each"
+        for sequence in everyone:
+            assert 0 <= sequence.computed_len <= len(sequence.token_ids) <= sequence.max_len
+            assert 0 <= sequence.cached_len < sequence.prompt_len <= len(sequence.token_ids)
         for sequence in (*self._waiting, *self._running):
-            assert 0 <= sequence.cached_len <= sequence.computed_len <= len(sequence.token_ids)
-            assert sequence.cached_len < sequence.prompt_len <= len(sequence.token_ids)
-            assert len(sequence.token_ids) <= sequence.max_len
-        ids = [sequence.seq_id for sequence in (*self._waiting, *self._running)]
+            assert sequence.remaining_len > 0, "all who wait or run want rows"
+        assert all(sequence.is_open for sequence in self._parked), "only drafts are parked"
+        ids = [sequence.seq_id for sequence in everyone]
         assert len(set(ids)) == len(ids), "an id is used once"
-        assert len(self._waiting) <= self._max_waiting + self._slots.num_free, "bounded"
+
+    def _settle(self, sequence: TokenSequence) -> None:
+        """Parks a draft that wants no rows, and wakes one that does."""
+        place = self._list_of(sequence)
+        if sequence.remaining_len == 0 and place is not self._parked:
+            place.remove(sequence)
+            self._parked.append(sequence)
+        elif sequence.remaining_len > 0 and place is self._parked:
+            place.remove(sequence)
+            self._waiting.append(sequence)
+
+    def _plan_prompts(self, plan: StepPlan, budget: int) -> None:
+        """Rows for whoever has more than one to compute. The first that finds no room keeps those
+        behind it waiting too: overtaking would starve the long ones."""
+        prompts = [s for s in self._running if not _is_stream(s)] + self._waiting
+        is_full = False
+        for sequence in sorted(prompts, key=self._policy.rank):
+            if budget <= 0:
+                return
+            if sequence in self._waiting:
+                is_full = is_full or not self._admit(plan, sequence)
+                if is_full:
+                    continue
+            length = min(budget, sequence.remaining_len)
+            if self._plan(plan, sequence, length):
+                budget -= length
+
+    def _admit(self, plan: StepPlan, sequence: TokenSequence) -> bool:
+        """From waiting to running, with blocks for all its tokens; a block for each of the others
+        must be left, so that it is not the next to be preempted."""
+        if self._num_places == 0:
+            return False
+        if not sequence.block_ids:
+            spare = len(self._running)
+            while (copies := self.tables.admit(sequence, spare=spare)) is None:
+                if not self._reclaim(sequence):
+                    return False
+            plan.copies += copies
+            if sequence.num_steps == 0:
+                sequence.cached_len = sequence.computed_len
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        return True
+
+    def _plan(self, plan: StepPlan, sequence: TokenSequence, length: int) -> bool:
+        """Adds rows of a running sequence to the plan, taking blocks from others if need be. False
+        if it had to give up its own."""
+        if sequence not in self._running:
+            return False  # preempted for another one of this step
+        end = sequence.computed_len + length
+        while (copies := self.tables.prepare(sequence, end)) is None:
+            if self._reclaim(sequence):
+                continue
+            victim = max(self._unplanned(plan), key=self._policy.rank)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        plan.copies += copies
+        wants_logits = sequence.generates and length == sequence.remaining_len
+        plan.chunks.append(Chunk(sequence, sequence.computed_len, length, wants_logits))
+        return True
+
+    def _reclaim(self, needy: TokenSequence) -> bool:
+        """Takes the blocks of one sequence that is not running; the last in the policy's order."""
+        idle = (
+            s
+            for s in (*self._parked, *self._waiting)
+            if s.block_ids and not s.is_pinned and s is not needy
+        )
+        victim = max(idle, key=self._policy.rank, default=None)
+        if victim is None:
+            return False
+        self.tables.release(victim)
+        return True
+
+    def _preempt(self, victim: TokenSequence) -> None:
+        """Back to waiting. What it has computed stays cached, if nobody needs the room."""
+        self.tables.release(victim)
+        self._running.remove(victim)
+        self._waiting.append(victim)
+        self.num_preempted += 1
+
+    def _unplanned(self, plan: StepPlan) -> Iterator[TokenSequence]:
+        planned = {chunk.sequence.seq_id for chunk in plan.chunks}
+        return (s for s in self._running if s.seq_id not in planned)
+
+    @property
+    def _num_places(self) -> int:
+        return self._max_running - len(self._running)
+
+    def _list_of(self, sequence: TokenSequence) -> list[TokenSequence]:
+        for some in (self._running, self._waiting, self._parked):
+            if sequence in some:
+                return some
+        raise AssertionError("only a sequence that was added can be removed")
 
 
-def _chunk(sequence: TokenSequence, length: int) -> Chunk:
-    assert length > 0, "a running sequence always wants rows"
-    return Chunk(
-        sequence=sequence,
-        start=sequence.computed_len,
-        length=length,
-        wants_logits=sequence.generates and length == sequence.remaining_len,
-    )
+def _is_stream(sequence: TokenSequence) -> bool:
+    """Somebody listens, and all it wants is its next token."""
+    return sequence.is_decoding and sequence.remaining_len == 1

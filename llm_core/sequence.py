@@ -1,12 +1,14 @@
-"""One request's tokens and how far their KV is computed.
+"""One request's tokens, the blocks that hold their KV, and how far that is computed.
 
 ::
 
     tokens  [0, cached) reused | [cached, computed) in KV | [computed, len) to compute
             [0, prompt_len) prompt                | [prompt_len, len) generated
+    blocks  [0, block_size) [block_size, 2 * block_size) ...   at least up to computed
 
 There are no phases: a sequence always wants ``len - computed`` rows more. A long prompt, the rest
-of a prompt after a prefix hit, and the one row of a decode step are the same thing.
+of a prompt after a prefix hit, the one row of a decode step, the changed end of a draft and the
+repetition of what was lost to another sequence are the same thing.
 """
 
 from __future__ import annotations
@@ -15,35 +17,68 @@ from collections.abc import Sequence
 
 
 class TokenSequence:
-    """Owns token ids and counts; the scheduler moves it about, the engine appends to it."""
+    """Owns token ids, block table and counts; the scheduler moves it about, its owner appends.
+
+    ``block_keys`` are the prefix cache's names of the first blocks, all full and computed.
+    ``is_open``: a draft; it stays when all is computed, until it is ended, and its tokens may
+    change. ``is_pinned``: its blocks are never taken from it. ``deadline_ns`` (monotonic) is the
+    instant at which its next token is needed; None: soon, but nobody counts. ``num_dropped``:
+    messages that were left out of the prompt because they did not fit.
+    """
 
     __slots__ = (
+        "arrival_ns",
+        "block_ids",
+        "block_keys",
         "cached_len",
         "computed_len",
+        "deadline_ns",
         "generates",
+        "is_open",
+        "is_pinned",
         "max_len",
+        "num_dropped",
         "num_steps",
+        "priority",
         "prompt_len",
+        "salt",
         "seq_id",
-        "slot",
         "token_ids",
     )
 
     def __init__(
-        self, seq_id: int, prompt_ids: Sequence[int], *, max_len: int, generates: bool = True
+        self,
+        seq_id: int,
+        prompt_ids: Sequence[int],
+        *,
+        max_len: int,
+        generates: bool = True,
+        is_open: bool = False,
+        salt: str = "",
+        priority: int = 0,
+        arrival_ns: int = 0,
+        deadline_ns: int | None = None,
     ) -> None:
         """``max_len``: prompt and generated tokens together. ``generates`` False: the prompt is
-        computed into the KV cache and nothing else."""
+        computed into the KV cache and nothing else. ``salt``: prefixes are shared within it."""
         assert 0 < len(prompt_ids) <= max_len, "a prompt has at least one token and fits"
         self.seq_id = seq_id
         self.token_ids = list(prompt_ids)
         self.prompt_len = len(prompt_ids)
         self.max_len = max_len
         self.generates = generates
+        self.is_open = is_open
+        self.is_pinned = False
+        self.salt = salt
+        self.priority = priority
+        self.arrival_ns = arrival_ns
+        self.deadline_ns = deadline_ns
         self.cached_len = 0
         self.computed_len = 0
         self.num_steps = 0
-        self.slot: int | None = None
+        self.num_dropped = 0
+        self.block_ids: list[int] = []
+        self.block_keys: list[bytes] = []
 
     @property
     def remaining_len(self) -> int:
@@ -64,3 +99,29 @@ class TokenSequence:
         assert self.remaining_len == 0, "a token follows from a computed sequence only"
         assert len(self.token_ids) < self.max_len, "no token beyond max_len"
         self.token_ids.append(token_id)
+
+    def replace(self, prompt_ids: Sequence[int]) -> int:
+        """Makes a draft's tokens these; returns how many of the first ones stay."""
+        assert not self.is_decoding, "only a prompt is replaced"
+        assert 0 < len(prompt_ids) <= self.max_len, "a prompt has at least one token and fits"
+        kept_len = common_prefix_len(self.token_ids, prompt_ids)
+        self.token_ids[kept_len:] = prompt_ids[kept_len:]
+        self.prompt_len = len(self.token_ids)
+        self.computed_len = min(self.computed_len, kept_len)
+        self.cached_len = min(self.cached_len, self.prompt_len - 1)
+        return kept_len
+
+
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many of the first tokens are the same. Compares by slices, at C speed."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    low, high = 0, limit  # a[:low] == b[:low], a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

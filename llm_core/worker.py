@@ -24,18 +24,27 @@ from llm_core.errors import LlmError, ModelLoadError
 from llm_core.ipc import (
     Abort,
     Command,
+    CommitDraft,
+    DraftCommand,
     Event,
     Failed,
+    ForkDraft,
     Generate,
     Generated,
     GetStats,
+    OpenDraft,
+    Pin,
     Prefill,
     Prefilled,
     ProtocolError,
     Ready,
+    Request,
+    SetDeadline,
     Start,
     StartFailed,
     Stats,
+    TruncateDraft,
+    UpdateDraft,
     encode_events,
     receive_command,
 )
@@ -114,24 +123,50 @@ class Worker:
                 _send(self._connection, events)
 
     def _handle(self, item: _Received) -> list[Event]:
-        match item.command:
-            case Generate(request_id, messages, params):
-                try:
-                    self._engine.submit(request_id, messages, params, received_ns=item.received_ns)
-                except LlmError as error:
-                    return [Failed(request_id, error.code, str(error))]
-            case Prefill(request_id, messages):
-                try:
-                    self._engine.submit_prefill(request_id, messages, received_ns=item.received_ns)
-                except LlmError as error:
-                    return [Failed(request_id, error.code, str(error))]
-            case Abort(request_id):
-                self._engine.abort(request_id)
-            case GetStats(request_id):
-                return [Stats(request_id, self._engine.stats())]
+        command = item.command
+        match command:
             case Start():
                 logger.error("a second start command is ignored")
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case SetDeadline(request_id, deadline_ns):
+                self._engine.set_deadline(request_id, deadline_ns)
+            case GetStats(request_id):
+                return [Stats(request_id, self._engine.stats())]
+            case _:
+                try:
+                    result = self._begin(command, item.received_ns)
+                except LlmError as error:
+                    return [Failed(command.request_id, error.code, str(error))]
+                if result is not None:
+                    return [Prefilled(command.request_id, result)]
         return []
+
+    def _begin(self, command: Request | DraftCommand, received_ns: int) -> PrefillResult | None:
+        """What the engine answers at once, if it does. Raises LlmError."""
+        engine = self._engine
+        match command:
+            case Generate(request_id, messages, params, options):
+                engine.submit(
+                    request_id, messages, params, received_ns=received_ns, options=options
+                )
+            case Prefill(request_id, messages, options):
+                engine.submit_prefill(
+                    request_id, messages, received_ns=received_ns, options=options
+                )
+            case Pin(request_id, messages, cache_salt):
+                return engine.pin(request_id, messages, received_ns=received_ns, salt=cache_salt)
+            case OpenDraft(request_id, messages, options):
+                engine.open_draft(request_id, messages, received_ns=received_ns, options=options)
+            case ForkDraft(request_id, source_id):
+                return engine.fork_draft(request_id, source_id, received_ns=received_ns)
+            case UpdateDraft(request_id, messages):
+                return engine.update_draft(request_id, messages)
+            case TruncateDraft(request_id, num_tokens):
+                return engine.truncate_draft(request_id, num_tokens)
+            case CommitDraft(request_id, params, options):
+                engine.commit_draft(request_id, params, received_ns=received_ns, options=options)
+        return None
 
 
 def _event(output: Output) -> Event:

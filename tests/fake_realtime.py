@@ -86,6 +86,7 @@ class FakeSession:
         self.failure: Exception | None = None
         self.broken = asyncio.Event()
         self.is_closed = False
+        self.is_idle = True
 
     async def run(self) -> None:
         await self.broken.wait()

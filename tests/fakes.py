@@ -6,7 +6,6 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +23,7 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
+    ModelInfo,
     PrefillResult,
     SamplingParams,
     TextDelta,
@@ -135,10 +135,20 @@ class ToneSynthesizer:
 class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
-    A reply may hold calls, as ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
-
-    ``gate`` holds it before the next word.
+    ``gate`` holds it before the next word. ``error`` is raised before the first one, or after
+    ``words_before_error`` of them. A reply may hold calls, as
+    ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
     """
+
+    info = ModelInfo(
+        name="scripted",
+        context_len=1000,
+        vocab_size=100,
+        num_layers=1,
+        weight_format="none",
+        num_threads=1,
+    )
+    is_alive = True
 
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
@@ -146,8 +156,8 @@ class ScriptedEngine:
         self.prefills: list[list[ChatMessage]] = []
         self.params: list[SamplingParams] = []
         self.num_running = 0
-        self.info = SimpleNamespace(tool_format="hermes")
         self.error: Exception | None = None
+        self.words_before_error = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -163,7 +173,7 @@ class ScriptedEngine:
         number = len(self.requests)
         self.num_running += 1
         try:
-            if self.error is not None:
+            if self.error is not None and not self.words_before_error:
                 raise self.error
             yield FirstToken(
                 received_ns=0, scheduled_ns=1, first_token_ns=2, prompt_tokens=10, cached_tokens=4
@@ -171,6 +181,8 @@ class ScriptedEngine:
             words = self.replies[min(number, len(self.replies)) - 1].split(" ")
             for count, word in enumerate(words, 1):
                 await self.gate.wait()
+                if self.error is not None and count > self.words_before_error:
+                    raise self.error
                 if count > params.max_tokens:
                     break
                 yield TextDelta(text=word if count == 1 else f" {word}", num_tokens=count)

@@ -38,9 +38,16 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
 
 
 def tiny_runner(config: ModelConfig | None = None, **options: Any) -> ModelRunner:
-    """A runner of a random model; float32 and two slots unless told otherwise."""
+    """A runner of a random model; float32 and room for two contexts unless told otherwise."""
     config = config or tiny_config()
-    return ModelRunner(config, random_weights(config), **({"num_slots": 2} | options))
+    return ModelRunner(config, random_weights(config), **options)
+
+
+def blocks(number: int, config: ModelConfig | None = None) -> tuple[int, ...]:
+    """Block table of the ``number``-th sequence, when each has consecutive blocks for a whole
+    context of its own."""
+    count = -(-(config or tiny_config()).context_len // 16)
+    return tuple(range(number * count, (number + 1) * count))
 
 
 def random_tokens(config: ModelConfig, length: int, seed: int = 1) -> torch.Tensor:
@@ -50,10 +57,17 @@ def random_tokens(config: ModelConfig, length: int, seed: int = 1) -> torch.Tens
 
 
 def run_chunk(
-    runner: ModelRunner, tokens: torch.Tensor, *, slot: int = 0, start: int = 0
+    runner: ModelRunner,
+    tokens: torch.Tensor,
+    *,
+    block_ids: tuple[int, ...] | None = None,
+    start: int = 0,
 ) -> torch.Tensor:
-    """Logits of all ``tokens`` (a copy), computed as one segment."""
-    segment = Segment(slot, start, tokens.shape[0])
+    """Logits of all ``tokens`` (a copy), computed as one segment; in the first blocks, if not told
+    otherwise."""
+    if block_ids is None:
+        block_ids = tuple(range(-(-(start + tokens.shape[0]) // runner.block_size)))
+    segment = Segment(block_ids, start, tokens.shape[0])
     return runner.forward(ForwardBatch(tokens, (segment,), torch.arange(tokens.shape[0]))).clone()
 
 

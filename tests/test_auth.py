@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+from pathlib import Path
 
 import pytest
 from starlette.datastructures import Headers
@@ -105,6 +107,29 @@ def test_logs_carry_the_session_and_hide_keys(log: io.StringIO) -> None:
     assert "num_bytes=12" in line
     for key in ("hidden-key", "other-key", "third-key"):
         assert key not in line
+
+
+def test_logs_as_json(log: io.StringIO) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        setup_logging(Settings(log_format="json", api_keys=("hidden-key",)), log)
+        token = session_id.set("sess_7")
+        extra = {"key": "hidden-key", "took_s": 1.5, "path": Path("/a"), "level": "mine"}
+        try:
+            raise ValueError("ek_0123456789abcdef is\nnot shown")
+        except ValueError:
+            logging.getLogger("app.test").exception("two\nlines", extra=extra)
+        session_id.reset(token)
+    finally:
+        root.handlers[:], root.level = before
+    (line,) = log.getvalue().splitlines()
+    record = json.loads(line)
+    assert record["message"] == "two\nlines"
+    assert (record["level"], record["logger"]) == ("error", "app.test")
+    assert (record["session"], record["turn"]) == ("sess_7", "-")
+    assert (record["took_s"], record["path"], record["key"]) == (1.5, "/a", "[hidden]")
+    assert "ValueError: ek_[hidden]" in record["exception"]
 
 
 def test_words_are_logged_only_on_request() -> None:

@@ -36,7 +36,7 @@ from llm_core import (
     TextDelta,
     ipc,
 )
-from llm_core.client import _Stream
+from llm_core.process import Stream
 from tests.tiny_model import write_tiny_gguf
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -75,8 +75,8 @@ async def read(client: EngineClient, text: str = "Hello", **params: Any) -> tupl
 
 async def assert_nothing_left(client: EngineClient) -> None:
     stats = await client.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_slots == stats.num_slots == 2
+    assert (stats.num_running, stats.num_waiting, stats.num_drafts) == (0, 0, 0)
+    assert stats.num_free_blocks + stats.num_pinned_blocks == stats.num_blocks
 
 
 async def until(client: EngineClient, *, num_running: int, num_waiting: int) -> None:
@@ -89,7 +89,7 @@ async def until(client: EngineClient, *, num_running: int, num_waiting: int) -> 
 
 def pid_of(client: EngineClient) -> int:
     assert client._process is not None
-    return client._process._process.pid
+    return client._process.pid
 
 
 async def test_a_reply_in_order(client: EngineClient) -> None:
@@ -117,7 +117,7 @@ async def test_requests_at_once_equal_requests_alone(client: EngineClient) -> No
     assert [text for text, _ in together] == alone
 
 
-async def test_prefill_warms_the_slot(client: EngineClient) -> None:
+async def test_prefill_warms_the_cache(client: EngineClient) -> None:
     result = await client.prefill(user("a longer question to prefill"))
     assert result.cached_tokens < 10  # what all chats begin with
     _, events = await read(client, "a longer question to prefill", max_tokens=1)
@@ -126,7 +126,7 @@ async def test_prefill_warms_the_slot(client: EngineClient) -> None:
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2, 10])
-async def test_closing_the_stream_frees_the_slot(client: EngineClient, num_events: int) -> None:
+async def test_closing_the_stream_frees_the_blocks(client: EngineClient, num_events: int) -> None:
     stream = client.generate(user(), ENDLESS)
     for _ in range(num_events):
         await anext(stream)
@@ -303,7 +303,7 @@ async def test_a_worker_that_ends_at_once_is_a_load_error(
 ) -> None:
     children = child_pids()
     monkeypatch.setattr(
-        "llm_core.client._command_line", lambda fd: [sys.executable, "-c", "raise SystemExit(3)"]
+        "llm_core.process._command_line", lambda fd: [sys.executable, "-c", "raise SystemExit(3)"]
     )
     with pytest.raises(ModelLoadError, match="exited with status 3"):
         await EngineClient.start(config(model_path), start_timeout_s=60)
@@ -385,7 +385,7 @@ async def test_the_worker_ends_when_its_parent_is_killed(model_path: Path) -> No
         "from llm_core import *\n"
         "async def main():\n"
         "    client = await EngineClient.start(EngineConfig(model_path=sys.argv[1]))\n"
-        "    print(client._process._process.pid, flush=True)\n"
+        "    print(client._process.pid, flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
@@ -421,7 +421,7 @@ async def test_importing_the_root_does_not_load_torch() -> None:
 
 
 async def test_a_stream_joins_what_waits_and_keeps_the_order() -> None:
-    stream = _Stream()
+    stream = Stream()
     first = FirstToken(
         received_ns=1, scheduled_ns=2, first_token_ns=3, prompt_tokens=4, cached_tokens=0
     )
@@ -463,6 +463,12 @@ async def test_config_is_checked() -> None:
 
 async def test_stats_are_plain_data() -> None:
     stats = EngineStats(
-        num_running=0, num_waiting=0, num_free_slots=1, num_slots=1, cached_tokens=0
+        num_running=0,
+        num_waiting=0,
+        num_drafts=0,
+        num_blocks=2,
+        num_free_blocks=1,
+        num_pinned_blocks=1,
+        cached_tokens=0,
     )
     assert stats == ipc.msgspec.msgpack.decode(ipc.msgspec.msgpack.encode(stats), type=EngineStats)

@@ -74,7 +74,6 @@ async def test_the_body_may_be_empty_and_is_checked() -> None:
         for body, code, param in (
             (b"{", "invalid_json", None),
             (b"[]", "invalid_json", None),
-            (b"{" + b" " * 200_000 + b"}", "body_too_large", None),
             (
                 b'{"expires_after":{"seconds":5}}',
                 "integer_below_min_value",
@@ -87,6 +86,8 @@ async def test_the_body_may_be_empty_and_is_checked() -> None:
             refused = await http.post("/v1/realtime/client_secrets", content=body)
             error = refused.json()["error"]
             assert (refused.status_code, error["code"], error["param"]) == (400, code, param)
+        large = await http.post("/v1/realtime/client_secrets", content=b" " * 200_000)
+        assert large.status_code == 413
         http.headers["authorization"] = "Bearer wrong"
         assert (await http.post("/v1/realtime/client_secrets")).status_code == 401
 

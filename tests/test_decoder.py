@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels import BackendName
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.config import ModelConfig
-from tests.random_llama import random_tokens, run_chunk, tiny_config, tiny_runner
+from tests.random_llama import blocks, random_tokens, run_chunk, tiny_config, tiny_runner
 
 CONFIGS = {
     "gqa": tiny_config(),
@@ -17,6 +18,22 @@ CONFIGS = {
     "head_dim_6_wider_than_hidden": tiny_config(hidden_size=32, num_heads=9, num_kv_heads=3),
     "odd_sizes": tiny_config(hidden_size=40, num_heads=3, num_kv_heads=3, head_dim=10),
     "one_layer": tiny_config(num_layers=1),
+    "bias": tiny_config(attention_bias=True),
+    "qk_norm": tiny_config(qk_norm=True),
+    "window": tiny_config(sliding_window=5, layer_is_sliding=(True, True)),
+    "gemma": tiny_config(
+        num_layers=3,
+        activation="gelu_tanh",
+        qk_norm=True,
+        post_norms=True,
+        embedding_scale=8.0,
+        attention_scale=0.1,
+        attention_softcap=5.0,
+        logit_softcap=3.0,
+        sliding_window=4,
+        layer_is_sliding=(True, False, True),
+        local_rope_theta=100.0,
+    ),
     "theta": tiny_config(rope_theta=1_000_000.0, rms_eps=1e-3),
 }
 # float32 sums in another order.
@@ -45,20 +62,50 @@ def test_chunks_equal_whole(config: ModelConfig, chunks: tuple[int, ...]) -> Non
 
 
 def test_mixed_batch_equals_separate_runs() -> None:
-    """Two prefill chunks and a decode row, in slots out of order, in one batch."""
+    """Two prefill chunks and a decode row, in blocks out of order, in one batch."""
     config = tiny_config()
-    runner = tiny_runner(config, num_slots=3)
+    runner = tiny_runner(config, num_blocks=24)
     prompts = [random_tokens(config, 11, seed) for seed in (1, 2, 3)]
     alone = [run_chunk(tiny_runner(config), prompt) for prompt in prompts]
-    run_chunk(runner, prompts[1][:10], slot=1)
-    run_chunk(runner, prompts[2][:4], slot=2)
+    run_chunk(runner, prompts[1][:10], block_ids=blocks(1))
+    run_chunk(runner, prompts[2][:4], block_ids=blocks(2))
     batch = ForwardBatch(
         torch.cat((prompts[2][4:], prompts[1][10:], prompts[0])),
-        (Segment(2, 4, 7), Segment(1, 10, 1), Segment(0, 0, 11)),
+        (Segment(blocks(2), 4, 7), Segment(blocks(1), 10, 1), Segment(blocks(0), 0, 11)),
         torch.arange(19),
     )
     expected = torch.cat((alone[2][4:], alone[1][10:], alone[0]))
     torch.testing.assert_close(runner.forward(batch), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("chunks", [(1,) * 50, (20, 15, 15), (50,), (17, 1, 32)])
+def test_scattered_blocks_equal_consecutive_ones(
+    config: ModelConfig, backend: BackendName, chunks: tuple[int, ...]
+) -> None:
+    """Blocks in any order, with neighbours in between: runs are cut, results stay."""
+    tokens = random_tokens(config, 50)
+    whole = run_chunk(tiny_runner(config, backend=backend), tokens)
+    runner = tiny_runner(config, backend=backend)
+    parts, start = [], 0
+    for length in chunks:
+        ids = tokens[start : start + length]
+        parts.append(run_chunk(runner, ids, block_ids=(5, 6, 1, 14), start=start))
+        start += length
+    torch.testing.assert_close(torch.cat(parts), whole, **TOLERANCE)
+
+
+def test_shared_prefix_blocks_serve_two_segments_of_one_batch() -> None:
+    config = tiny_config()
+    shared = random_tokens(config, 32)
+    ends = [random_tokens(config, 5, seed) for seed in (8, 9)]
+    expected = [run_chunk(tiny_runner(config), torch.cat((shared, end)))[32:] for end in ends]
+    runner = tiny_runner(config)
+    run_chunk(runner, shared, block_ids=(3, 4))
+    segments = (Segment((3, 4, 9), 32, 5), Segment((3, 4, 5), 32, 5))
+    both = runner.forward(ForwardBatch(torch.cat(ends), segments, torch.arange(10)))
+    torch.testing.assert_close(both, torch.cat(expected), **TOLERANCE)
 
 
 def test_logit_rows_select_and_order() -> None:
@@ -66,7 +113,7 @@ def test_logit_rows_select_and_order() -> None:
     tokens = random_tokens(config, 9)
     every = run_chunk(tiny_runner(config), tokens)
     rows = torch.tensor([8, 0, 3])
-    some = tiny_runner(config).forward(ForwardBatch(tokens, (Segment(0, 0, 9),), rows))
+    some = tiny_runner(config).forward(ForwardBatch(tokens, (Segment(blocks(0), 0, 9),), rows))
     torch.testing.assert_close(some, every[rows], **TOLERANCE)
 
 
@@ -76,7 +123,7 @@ def test_no_logit_rows_still_fills_the_cache() -> None:
     expected = run_chunk(tiny_runner(config), tokens)[8:]
     runner = tiny_runner(config)
     nothing = runner.forward(
-        ForwardBatch(tokens[:8], (Segment(0, 0, 8),), torch.empty(0, dtype=torch.int64))
+        ForwardBatch(tokens[:8], (Segment(blocks(0), 0, 8),), torch.empty(0, dtype=torch.int64))
     )
     assert nothing.shape == (0, config.vocab_size)
     torch.testing.assert_close(run_chunk(runner, tokens[8:], start=8), expected, **TOLERANCE)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llm_core.batch import ForwardBatch
 from llm_core.chat_template import ChatTemplate
 from llm_core.config import ModelConfig
-from llm_core.engine import Engine, load_template
+from llm_core.engine import Engine
 from llm_core.errors import (
     EngineBusyError,
     InvalidRequestError,
@@ -32,10 +32,13 @@ from llm_core.messages import (
     EngineConfig,
     FirstToken,
     GenerationDone,
+    JsonGuide,
     PrefillResult,
+    RegexGuide,
     SamplingParams,
     TextDelta,
 )
+from llm_core.model_files import load_template
 from tests.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer, write_tiny_gguf
 
 EOS = 2
@@ -43,11 +46,17 @@ Choose = Callable[[list[int]], int]
 
 
 class FakeRunner:
-    """Has the interface of ModelRunner. Its KV are the token ids themselves, so that rows that are
-    missing, stale or of another sequence fail; its logits follow from all tokens of the prefix."""
+    """Has the interface of ModelRunner. Its KV are the tokens up to each position, so that
+    rows that are missing, stale or of another sequence fail; its logits follow from all tokens of
+    the prefix."""
 
     def __init__(
-        self, choose: Choose | None = None, *, num_slots: int = 2, max_context: int = 200
+        self,
+        choose: Choose | None = None,
+        *,
+        num_blocks: int = 40,
+        block_size: int = 16,
+        max_context: int = 200,
     ) -> None:
         self.config = ModelConfig(
             num_layers=1,
@@ -59,12 +68,13 @@ class FakeRunner:
             vocab_size=len(TOKENS),
             context_len=max_context,
         )
-        self.num_slots = num_slots
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.max_context = max_context
         self.poisoned_token: int | None = None
         self.num_rows = 0
         self._choose = choose
-        self._rows: list[list[int]] = [[] for _ in range(num_slots)]
+        self._kv: list[tuple[int, ...]] = [()] * (num_blocks * block_size)
 
     @property
     def info_fields(self) -> dict[str, Any]:
@@ -77,21 +87,28 @@ class FakeRunner:
             "num_threads": 1,
         }
 
-    def copy_prefix(self, src_slot: int, dst_slot: int, length: int) -> None:
-        assert len(self._rows[src_slot]) >= length
-        self._rows[dst_slot] = self._rows[src_slot][:length]
+    def copy_block_rows(self, src_block: int, dst_block: int, num_rows: int) -> None:
+        src, dst = src_block * self.block_size, dst_block * self.block_size
+        self._kv[dst : dst + num_rows] = self._kv[src : src + num_rows]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         prefixes = []
         ids = iter(batch.token_ids.tolist())
         for segment in batch.segments:
-            rows = self._rows[segment.slot]
-            assert len(rows) >= segment.start, "rows before the segment are computed"
-            del rows[segment.start :]
-            for _ in range(segment.length):
-                rows.append(next(ids))
-                prefixes.append(list(rows))
-            assert len(rows) <= self.max_context
+            assert 0 < segment.end <= self.max_context
+
+            def place(position: int, blocks: tuple[int, ...] = segment.block_ids) -> int:
+                block, row = divmod(position, self.block_size)
+                return blocks[block] * self.block_size + row
+
+            prefix = self._kv[place(segment.start - 1)] if segment.start else ()
+            assert len(prefix) == segment.start, "rows before the segment are computed"
+            for position in range(segment.start):
+                assert self._kv[place(position)] == prefix[: position + 1], "of this sequence"
+            for position in range(segment.start, segment.end):
+                prefix = (*prefix, next(ids))
+                self._kv[place(position)] = prefix
+                prefixes.append(list(prefix))
         self.num_rows += len(prefixes)
         wanted = [prefixes[row] for row in batch.logit_rows.tolist()]
         logits = [self._logits(prefix) for prefix in wanted]
@@ -156,8 +173,8 @@ def reply_to(engine: Engine, text: str, **params: Any) -> tuple[str, GenerationD
 def assert_nothing_left(engine: Engine) -> None:
     engine.scheduler.check()
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_slots == stats.num_slots
+    assert (stats.num_running, stats.num_waiting, stats.num_drafts) == (0, 0, 0)
+    assert stats.num_free_blocks + stats.num_pinned_blocks == stats.num_blocks
 
 
 def test_a_reply_ends_at_eos_with_right_counts() -> None:
@@ -243,7 +260,7 @@ def test_bad_requests_leave_nothing() -> None:
 
 
 def test_busy_when_the_queue_is_full() -> None:
-    engine = make_engine(FakeRunner(num_slots=1), max_waiting=1)
+    engine = make_engine(max_sequences=1, max_waiting=1)
     submit(engine, 1, "a")
     engine.step()
     submit(engine, 2, "b")
@@ -308,14 +325,14 @@ def test_padding_of_the_models_vocabulary_is_never_chosen() -> None:
 
 def test_abort_at_every_moment() -> None:
     """Before any step, in the prompt, and after each token; the other request never notices."""
-    engine = make_engine(FakeRunner(num_slots=2))
-    engine.scheduler._prompt_budget = engine.scheduler._mixed_budget = 7
+    engine = make_engine(max_sequences=2)
+    engine.scheduler.prompt_budget = engine.scheduler.mixed_budget = 7
     submit(engine, 1, "the question that stays", max_tokens=12, ignore_eos=True)
     alone = [event.text for _, event in drain(engine) if isinstance(event, TextDelta)]
     for num_steps in range(25):
         submit(engine, 10, "the question that is aborted", max_tokens=9, ignore_eos=True)
         submit(engine, 20, "the question that stays", max_tokens=12, ignore_eos=True)
-        submit(engine, 30, "waiting for a slot", max_tokens=1)
+        submit(engine, 30, "waiting for a place", max_tokens=1)
         events = [output for _ in range(num_steps) for output in engine.step()]
         engine.abort(10)
         engine.abort(30)
@@ -342,17 +359,28 @@ PARAMS = (
     {"temperature": 1.3, "top_k": 20, "min_p": 0.02, "seed": 3},
     {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"presence_penalty": 1.0},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {70: 6.0, 71: -100.0}, "logprobs": 2},
+    {"temperature": 1.5, "seed": 6, "min_tokens": 1, "stop": ("a",)},
+    {"temperature": 1.0, "seed": 7, "guide": RegexGuide(pattern="[a-d ]{2,6}")},
+    {"guide": JsonGuide()},
 )
 
 
-@given(seed=st.integers(0, 10**6), num_slots=st.integers(1, 4), budget=st.integers(1, 50))
+@given(
+    seed=st.integers(0, 10**6),
+    num_sequences=st.integers(1, 4),
+    num_blocks=st.integers(6, 30),
+    budget=st.integers(1, 50),
+)
 @settings(max_examples=40, deadline=None)
-def test_output_never_depends_on_company(seed: int, num_slots: int, budget: int) -> None:
+def test_output_never_depends_on_company(
+    seed: int, num_sequences: int, num_blocks: int, budget: int
+) -> None:
     """Random arrivals, parameters, prefills and aborts: every reply equals its reply alone."""
     rng = random.Random(seed)
-    engine = make_engine(FakeRunner(num_slots=num_slots))
-    engine.scheduler._prompt_budget = engine.scheduler._mixed_budget = budget
-    compare_with_alone(engine, lambda: make_engine(FakeRunner(num_slots=1)), rng)
+    engine = make_engine(FakeRunner(num_blocks=num_blocks), max_sequences=num_sequences)
+    engine.scheduler.prompt_budget = engine.scheduler.mixed_budget = budget
+    compare_with_alone(engine, make_engine, rng)
 
 
 def compare_with_alone(
@@ -392,15 +420,15 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
-def load(path: Path, num_slots: int) -> Engine:
-    return Engine.load(EngineConfig(model_path=str(path), max_sequences=num_slots))
+def load(path: Path, max_sequences: int) -> Engine:
+    return Engine.load(EngineConfig(model_path=str(path), max_sequences=max_sequences))
 
 
 def test_the_real_decoder_gives_every_request_its_reply_alone(tiny_path: Path) -> None:
     alone = load(tiny_path, 1)
     for seed in range(6):
         engine = load(tiny_path, 3)
-        engine.scheduler._prompt_budget, engine.scheduler._mixed_budget = 16, 5
+        engine.scheduler.prompt_budget, engine.scheduler.mixed_budget = 16, 5
         compare_with_alone(engine, lambda: alone, random.Random(seed))
 
 

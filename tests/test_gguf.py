@@ -124,7 +124,7 @@ def test_config(tmp_path: Path) -> None:
     assert config.rms_eps == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1])
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1])
 def test_weights_equal_the_gguf_packages(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     path = write(tmp_path / "m.gguf", kind=kind)
     expected = {
@@ -276,8 +276,16 @@ def test_wrong_alignment(tmp_path: Path, alignment: int) -> None:
             "tensors that the llama decoder does not use, such as blk.0.attn_q.bias",
         ),
         (
-            lambda t: t.update({"rope_freqs.weight": np.ones(8, np.float32)}),
-            "does not use, such as rope_freqs.weight",
+            lambda t: t.update({"rope_freqs.weight": np.ones(7, np.float32)}),
+            r"tensor rope_freqs.weight has shape \[7\], expected \[8\]",
+        ),
+        (
+            lambda t: t.update({"rope_factors_long.weight": np.ones(8, np.float32)}),
+            "does not use, such as rope_factors_long.weight",
+        ),
+        (
+            lambda t: t.update({"rope_freqs.weight": np.zeros(8, np.float32)}),
+            "factors is 0.0, expected a positive number",
         ),
     ],
 )
@@ -285,9 +293,30 @@ def test_wrong_tensors(tmp_path: Path, edit: Callable[[Any], object], message: s
     refuses(write(tmp_path / "m.gguf", edit_tensors=edit), message)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_1])
+def test_numbers_that_are_not_finite_are_refused(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType, value: float
+) -> None:
+    """As a value, or as the scale of a block."""
+    path = write(tmp_path / "m.gguf", kind=kind)
+    with GgufFile(path) as file:
+        offset = file.tensors["blk.0.ffn_up.weight"].offset
+    raw = {Q.F32: np.float32(value), Q.BF16: np.float32(value)}.get(kind, np.float16(value))
+    content = bytearray(path.read_bytes())
+    written = raw.tobytes()[2:] if kind == Q.BF16 else raw.tobytes()
+    content[offset : offset + len(written)] = written
+    path.write_bytes(content)
+    with (
+        pytest.raises(ModelLoadError, match="tensor blk.0.ffn_up.weight.* NaN or infinite"),
+        open_gguf_model(str(path)) as model,
+    ):
+        dict(model.weights)
+
+
 def test_unsupported_quantisation_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", kind=Q.Q5_0)
-    refuses(path, "has format Q5_0, supported are F32, F16, BF16 and for matrices Q4_0, Q4_1, Q8_0")
+    path = write(tmp_path / "m.gguf", kind=Q.MXFP4)
+    refuses(path, "has format MXFP4, supported are F32, F16, BF16 and for matrices Q4_0, Q4_1, ")
 
 
 U32, F32, TEXT = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
@@ -322,9 +351,9 @@ U32, F32, TEXT = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGU
         ("llama.rope.freq_base", float("nan"), F32, "rope_theta is nan, expected a positive"),
         (
             "llama.rope.scaling.type",
-            "yarn",
+            "su",
             TEXT,
-            "scaling.type is 'yarn', supported is only 'none'",
+            "scaling.factor is missing",
         ),
         ("llama.expert_count", 8, U32, "expert_count is 8, supported is only 0"),
         ("general.architecture", "mamba", TEXT, "architecture 'mamba' is not supported"),

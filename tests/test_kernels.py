@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import cpu, cpu_matmul, reference, select_backend
+from kernels import cpu, cpu_matmul, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
@@ -58,34 +58,18 @@ def test_rope_table_against_the_definition() -> None:
     np.testing.assert_allclose(table[3, 0, 1].angle().item(), 3 * 100.0**-0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 3, 9])
-@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 5), (12, 1), (12, 5), (1, 40), (299, 1)])
-def test_attention(num_kv_heads: int, start: int, length: int) -> None:
-    num_heads, head_dim, context = 9, 10, 400
-    cache = rand(2 * num_kv_heads, context, head_dim, seed=2)
-    keys, values = cache[:num_kv_heads, : start + length], cache[num_kv_heads:, : start + length]
-    query = rand(length, num_heads + 4, head_dim)[:, :num_heads]
-    results = []
-    for backend in (select_backend("cpu"), select_backend("reference")):
-        out = torch.full((length, num_heads, head_dim), float("nan"))
-        mask = backend.attention_mask(start, length)
-        backend.attention_(query, keys, values, mask, out)
-        results.append(out)
-    torch.testing.assert_close(*results, **TOLERANCE)
-
-
-def test_attention_with_large_scores_is_finite() -> None:
-    query, keys = 1e4 * rand(1, 2, 8), 1e4 * rand(1, 6, 8, seed=1)
-    out = torch.empty(1, 2, 8)
-    cpu.attention_(query, keys, rand(1, 6, 8, seed=2), None, out)
-    assert bool(out.isfinite().all())
-
-
 @pytest.mark.parametrize("shape", [(1, 2), (3, 50), (16, 3072)])
 def test_swiglu(shape: tuple[int, int]) -> None:
     gate_up = 5 * rand(*shape)
     expected = reference.swiglu(gate_up)
     torch.testing.assert_close(cpu.swiglu(gate_up.clone()), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 50), (16, 3072)])
+def test_geglu(shape: tuple[int, int]) -> None:
+    gate_up = 5 * rand(*shape)
+    expected = reference.geglu(gate_up)
+    torch.testing.assert_close(cpu.geglu(gate_up.clone()), expected, **TOLERANCE)
 
 
 def test_reference_keeps_float64() -> None:
@@ -180,6 +164,31 @@ def test_int8_matmul(num_rows: int) -> None:
     bound = 2**-6 * (x.abs() @ (codes.abs() * scale.unsqueeze(1)).T) + 1e-6
     difference = result - reference.int8_matmul(x, codes.to(torch.int8), scale)
     assert bool((difference.abs() <= bound).all())
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 9])
+@pytest.mark.parametrize("num_in", [5, 64])
+def test_dynamic_int8_matmul(num_rows: int, num_in: int) -> None:
+    """Only values between two steps may round otherwise, by one step of one token."""
+    generator = torch.Generator().manual_seed(num_rows)
+    codes = torch.randint(-127, 128, (48, num_in), generator=generator).to(torch.int8)
+    scale, x = 0.01 * rand(48, seed=2).abs(), rand(num_rows, num_in, seed=1)
+    if num_rows > 1:
+        x[1] = 0
+    result = cpu_matmul.DynamicInt8Matmul(codes, scale)(x)
+    torch.testing.assert_close(
+        result, reference.dynamic_int8_matmul(x, codes, scale), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 9])
+def test_float8_matmul(num_rows: int) -> None:
+    codes = rand(17, 33).to(torch.float8_e4m3fn)
+    scale, x = rand(17, seed=2).abs(), rand(num_rows, 33, seed=1)
+    result = cpu_matmul.Float8Matmul(codes, scale)(x)
+    torch.testing.assert_close(
+        result, reference.float8_matmul(x, codes, scale), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_transformers_ignores_our_package_of_the_same_name() -> None:

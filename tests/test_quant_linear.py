@@ -10,14 +10,17 @@ import torch
 
 from kernels import cpu_matmul
 from llm_core.quant import linear
+from llm_core.quant.blocks import block_len
 from llm_core.quant.formats import (
     BLOCK_BYTES,
     BlockKind,
     BlockTensor,
+    GroupedCodes,
     quantize_int8,
     stack_rows,
     to_float,
 )
+from llm_core.quant.grouped import to_grouped
 from llm_core.quant.linear import FormatChoice, Linear, WeightFormat, choose_formats
 
 KINDS = get_args(BlockKind)
@@ -29,9 +32,26 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def blocks(kind: BlockKind, weight: torch.Tensor) -> BlockTensor:
     """``weight`` quantised by the gguf package."""
-    raw = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
     num_out, num_in = weight.shape
-    return BlockTensor(kind, torch.from_numpy(raw).view(num_out, num_in // 32, BLOCK_BYTES[kind]))
+    shape = (num_out, num_in // block_len(kind), BLOCK_BYTES[kind])
+    if kind.endswith("_K"):  # the package only reads these: random bytes, scales of fair size
+        return random_blocks(kind, shape, seed=int(weight[0, 0] * 1000))
+    raw = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+    return BlockTensor(kind, torch.from_numpy(raw).view(shape))
+
+
+def random_blocks(kind: BlockKind, shape: tuple[int, int, int], seed: int) -> BlockTensor:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    for at in (208,) if kind == "Q6_K" else (0, 2):
+        scales = 0.001 * torch.rand(*shape[:2], 1, generator=generator) - 0.0005
+        raw[..., at : at + 2] = scales.half().view(torch.uint8)
+    return BlockTensor(kind, raw)
+
+
+def widened(kind: str, num_in: int) -> int:
+    """``num_in``, or as many blocks of 256."""
+    return num_in * 8 if kind.endswith("_K") else num_in
 
 
 def by_gguf(tensor: BlockTensor) -> torch.Tensor:
@@ -43,8 +63,10 @@ def by_gguf(tensor: BlockTensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 32), (5, 96), (48, 256)])
 def test_dequantize_equals_gguf_exactly(kind: BlockKind, shape: tuple[int, int]) -> None:
+    shape = (shape[0], widened(kind, shape[1]))
     tensor = blocks(kind, rand(*shape))
     assert tensor.shape == shape
+    assert tensor.scales_are_finite()
     assert torch.equal(tensor.dequantize(), by_gguf(tensor))
 
 
@@ -53,23 +75,25 @@ def test_dequantize_all_byte_values(kind: BlockKind) -> None:
     """Every code in every place, with negative, tiny and large scales."""
     raw = torch.arange(256, dtype=torch.uint8).repeat(BLOCK_BYTES[kind])
     tensor = BlockTensor(kind, raw.view(-1, 1, BLOCK_BYTES[kind]).clone())
-    tensor.blocks[..., 1] &= 0x3F  # keep the float16 scales finite
-    tensor.blocks[..., 3] &= 0x3F
+    for at in (209,) if kind == "Q6_K" else (1, 3):
+        tensor.blocks[..., at] &= 0xBF  # keep the float16 scales finite
     assert torch.equal(tensor.dequantize(), by_gguf(tensor))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_rows(kind: BlockKind) -> None:
-    tensor = blocks(kind, rand(9, 64))
+    tensor = blocks(kind, rand(9, widened(kind, 64)))
     picked = torch.tensor([8, 0, 0, 3])
     assert torch.equal(tensor.rows(picked).dequantize(), tensor.dequantize()[picked])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 def test_int4_form_means_the_same_values(kind: BlockKind) -> None:
-    tensor = blocks(kind, rand(16, 96))
+    num_in = widened(kind, 96)
+    tensor = blocks(kind, rand(16, num_in))
     codes, scale_zero = tensor.int4()
-    assert (codes.dtype, codes.shape, scale_zero.shape) == (torch.int32, (16, 96), (3, 16, 2))
+    expected = (torch.int32, (16, num_in), (num_in // 32, 16, 2))
+    assert (codes.dtype, codes.shape, scale_zero.shape) == expected
     scale, zero = scale_zero.double().repeat_interleave(32, 0).permute(2, 1, 0)
     values = (codes - 8) * scale + zero
     torch.testing.assert_close(values.float(), tensor.dequantize(), atol=1e-6, rtol=1e-6)
@@ -78,6 +102,43 @@ def test_int4_form_means_the_same_values(kind: BlockKind) -> None:
 def test_q8_0_has_no_int4_form() -> None:
     with pytest.raises(ValueError, match="Q8_0"):
         blocks("Q8_0", rand(2, 32)).int4()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_codes_are_exact(kind: BlockKind) -> None:
+    tensor = blocks(kind, rand(6, widened(kind, 64)))
+    grouped = to_grouped(tensor)
+    if kind == "Q6_K":
+        assert grouped is None
+        return
+    assert grouped is not None
+    assert (grouped.shape, grouped.group) == (tensor.shape, 32)
+    assert int(grouped.codes.amax()) <= (15 if grouped.bits == 4 else 255)
+    assert torch.equal(grouped.dequantize(), tensor.dequantize())
+    picked = torch.tensor([5, 0])
+    assert torch.equal(grouped.rows(picked).dequantize(), tensor.dequantize()[picked])
+
+
+def test_stacked_codes_stay_codes() -> None:
+    grouped = [to_grouped(blocks("Q4_1", rand(n, 32, seed=n))) for n in (3, 2)]
+    parts = [part for part in grouped if part is not None]
+    stacked = stack_rows(parts)
+    assert isinstance(stacked, GroupedCodes)
+    expected = torch.cat([part.dequantize() for part in parts])
+    assert torch.equal(stacked.dequantize(), expected)
+    symmetric = GroupedCodes(parts[0].codes, parts[0].scale, None, 4, 32)
+    mixed = stack_rows([parts[1], symmetric])
+    assert isinstance(mixed, GroupedCodes)
+    assert torch.equal(mixed.dequantize()[2:], symmetric.dequantize())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_seen(kind: BlockKind, scale: float) -> None:
+    tensor = blocks(kind, rand(3, widened(kind, 64)))
+    at = 208 if kind == "Q6_K" else 0
+    tensor.blocks[1, 1, at : at + 2] = torch.tensor([scale]).half().view(torch.uint8)
+    assert not tensor.scales_are_finite()
 
 
 def test_stack_rows_keeps_one_kind_and_mixes_others() -> None:
@@ -107,6 +168,8 @@ ROUNDING: dict[WeightFormat, float] = {
     "bfloat16": 2**-7,
     "int4": 2**-6,
     "int8": 2**-6,
+    "w8a8": 2**-6,
+    "fp8": 2**-4,
 }
 
 
@@ -115,16 +178,19 @@ ROUNDING: dict[WeightFormat, float] = {
 @pytest.mark.parametrize("kind", [*KINDS, "F32"])
 def test_linear(weight_format: WeightFormat, num_rows: int, kind: str) -> None:
     """Row counts on both sides of each switch; the meaning stays that of the stored weight."""
-    weight = rand(48, 96)
+    num_in = widened(kind, 96)
+    weight = rand(48, num_in)
     stored = weight if kind == "F32" else blocks(kind, weight)  # type: ignore[arg-type]
-    exact, x = to_float(stored), rand(num_rows, 96, seed=1)
+    exact, x = to_float(stored), rand(num_rows, num_in, seed=1)
     layer = Linear(stored, weight_format)
     result = layer(x)
-    assert (layer.out_size, layer.in_size) == (48, 96)
+    assert (layer.out_size, layer.in_size) == (48, num_in)
     assert (result.dtype, result.shape) == (torch.float32, (num_rows, 48))
     # A 4-bit form rounds scale and zero, which may be larger than the value they give.
     size = exact.abs() if weight_format != "int4" else exact.abs() + exact.abs().amax()
     bound = ROUNDING[weight_format] * (x.abs() @ size.T) + 1e-6
+    if weight_format == "w8a8":  # half a step of the largest activation of a row
+        bound += x.abs().amax(1, keepdim=True) / 254 * exact.abs().sum(1)
     assert bool(((result - x @ exact.T).abs() <= bound).all())
 
 
@@ -133,8 +199,24 @@ def test_linear_of_odd_sizes_falls_back_to_what_fits(weight_format: WeightFormat
     """17 rows fit no 4-bit tile, 33 columns no 8-bit tile."""
     for stored in (rand(17, 33), blocks("Q4_1", rand(17, 64))):
         exact, x = to_float(stored), rand(2, stored.shape[1], seed=1)
-        bound = 2**-6 * (x.abs() @ exact.abs().T) + 1e-6
+        bound = 2**-4 * (x.abs() @ exact.abs().T) + 1e-6
+        if weight_format == "w8a8":
+            bound += x.abs().amax(1, keepdim=True) / 254 * exact.abs().sum(1)
         assert bool(((Linear(stored, weight_format)(x) - x @ exact.T).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_linear_of_grouped_codes(group: int, is_symmetric: bool) -> None:
+    """Checkpoints' 4-bit groups, with and without a zero point, on torch's 4-bit product."""
+    generator = torch.Generator().manual_seed(group)
+    codes = torch.randint(16, (32, 512), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(32, 512 // group, generator=generator)
+    zero = None if is_symmetric else -scale * torch.randint(16, scale.shape, generator=generator)
+    stored = GroupedCodes(codes, scale, zero, 4, group)
+    exact, x = stored.dequantize(), rand(3, 512, seed=1)
+    bound = 2**-6 * (x.abs() @ (exact.abs() + 16 * scale.max()).T)
+    assert bool(((Linear(stored, "int4")(x) - x @ exact.T).abs() <= bound).all())
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -1,35 +1,43 @@
-"""ModelRunner: slots, prefix copies, formats, and what it says about itself."""
+"""ModelRunner: blocks, copies, formats, and what it says about itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.errors import ModelLoadError
-from llm_core.messages import ModelInfo
+from llm_core.messages import EngineConfig, ModelInfo
 from llm_core.runner import ModelRunner
-from tests.random_llama import random_tokens, random_weights, run_chunk, tiny_config, tiny_runner
+from tests.random_llama import (
+    blocks,
+    random_tokens,
+    random_weights,
+    run_chunk,
+    tiny_config,
+    tiny_runner,
+)
 from tests.tiny_model import write_tiny_gguf
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
-def test_copy_prefix_continues_in_the_other_slot() -> None:
+def test_copied_rows_continue_in_another_block() -> None:
     config = tiny_config()
-    tokens, other = random_tokens(config, 12), random_tokens(config, 20, seed=5)
-    expected = run_chunk(tiny_runner(config), tokens)[8:]
+    tokens, other = random_tokens(config, 28), random_tokens(config, 40, seed=5)
+    expected = run_chunk(tiny_runner(config), tokens)[24:]
     runner = tiny_runner(config)
-    run_chunk(runner, other, slot=1)
-    run_chunk(runner, tokens, slot=0)
-    runner.copy_prefix(0, 1, 8)
-    torch.testing.assert_close(
-        run_chunk(runner, tokens[8:], slot=1, start=8), expected, **TOLERANCE
-    )
+    run_chunk(runner, other, block_ids=(7, 8, 9))
+    run_chunk(runner, tokens, block_ids=(2, 3))
+    runner.copy_block_rows(3, 8, 8)
+    continued = run_chunk(runner, tokens[24:], block_ids=(2, 8), start=24)
+    torch.testing.assert_close(continued, expected, **TOLERANCE)
     # The source is untouched.
-    torch.testing.assert_close(run_chunk(runner, tokens[8:], start=8), expected, **TOLERANCE)
+    again = run_chunk(runner, tokens[24:], block_ids=(2, 3), start=24)
+    torch.testing.assert_close(again, expected, **TOLERANCE)
 
 
 def test_rollback_overwrites_stale_positions() -> None:
@@ -41,16 +49,6 @@ def test_rollback_overwrites_stale_positions() -> None:
     torch.testing.assert_close(run_chunk(runner, tokens[5:], start=5), expected, **TOLERANCE)
 
 
-def test_copy_prefix_within_a_slot_and_of_nothing() -> None:
-    config = tiny_config()
-    tokens = random_tokens(config, 6)
-    runner = tiny_runner(config)
-    expected = run_chunk(runner, tokens)
-    runner.copy_prefix(0, 0, 6)
-    runner.copy_prefix(1, 0, 0)
-    torch.testing.assert_close(run_chunk(runner, tokens[5:], start=5), expected[5:], **TOLERANCE)
-
-
 def test_last_position_of_the_context() -> None:
     config = tiny_config(context_len=16)
     tokens = random_tokens(config, 16)
@@ -60,14 +58,18 @@ def test_last_position_of_the_context() -> None:
 @pytest.mark.parametrize(
     "segments",
     [
-        (Segment(0, 0, 0),),
-        (Segment(2, 0, 3),),
-        (Segment(0, 127, 3),),
-        (Segment(0, 0, 2),),
-        (Segment(0, 0, 1), Segment(0, 1, 2)),
+        (Segment(blocks(0), 0, 0),),
+        (Segment((16,), 0, 3),),
+        (Segment(blocks(0), 127, 3),),
+        (Segment((0,), 15, 3),),
+        (Segment(blocks(0), 0, 2),),
+        (Segment(blocks(0), 0, 1), Segment(blocks(0), 1, 2)),
         (),
     ],
-    ids=["empty", "no such slot", "beyond the context", "too few rows", "slot twice", "no segment"],
+    ids=[
+        *("empty", "no such block", "beyond the context", "too few blocks", "too few rows"),
+        *("block written twice", "no segment"),
+    ],
 )
 def test_impossible_batches_are_caught(segments: tuple[Segment, ...]) -> None:
     runner = tiny_runner()
@@ -88,8 +90,8 @@ def test_max_context_cannot_exceed_the_models() -> None:
 
 def test_cache_larger_than_memory_is_refused_by_name() -> None:
     config = tiny_config(context_len=1 << 24)
-    with pytest.raises(ModelLoadError, match=r"100000 slots with 16777216 positions needs .* GiB"):
-        ModelRunner(config, random_weights(config), num_slots=100_000)
+    with pytest.raises(ModelLoadError, match=r"10000000 blocks of 16 positions needs .* GiB"):
+        ModelRunner(config, random_weights(config), num_blocks=10_000_000)
 
 
 def test_unknown_weight_format_is_named() -> None:
@@ -116,21 +118,32 @@ def test_formats_stay_near_float32(weight_format: str, tolerance: float) -> None
 
 def test_loaded_file_equals_in_memory_model(tmp_path: Path) -> None:
     """A GGUF file written by the gguf package, loaded twice: same logits, sensible info."""
-    path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
-    options = {"num_threads": 1, "num_slots": 1, "max_context": None}
-    exact = ModelRunner.load(path, weight_format="float32", **options)
-    default = ModelRunner.load(path, **options)
+    config = EngineConfig(model_path=str(write_tiny_gguf(tmp_path / "tiny.gguf")), backend="torch")
+    exact = ModelRunner.load(config, weight_format="float32")
+    default = ModelRunner.load(config)
     assert (exact.info_fields["name"], exact.max_context) == ("tiny", 256)
     tokens = random_tokens(exact.config, 30)
     assert (run_chunk(default, tokens) - run_chunk(exact, tokens)).abs().max() < 0.06
+
+
+def test_size_of_the_pool(tmp_path: Path) -> None:
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf", context_len=8192))
+
+    def num_blocks(**options: Any) -> int:
+        return ModelRunner.load(EngineConfig(model_path=path, **options)).num_blocks
+
+    assert num_blocks(kv_cache_tokens=1000) == 64
+    assert num_blocks(max_sequences=2) == 8192 // 16 + 1
+    assert num_blocks(max_sequences=8) == 8 * 2048 // 16 + 1
+    assert num_blocks(max_sequences=8, max_context=100) == 50 + 1
 
 
 def test_results_do_not_change_under_later_calls() -> None:
     """Logits returned earlier stay what they were (the sampler may still read them)."""
     runner = tiny_runner()
     tokens = random_tokens(runner.config, 4)
-    batch = ForwardBatch(tokens, (Segment(0, 0, 4),), torch.arange(4))
+    batch = ForwardBatch(tokens, (Segment(blocks(0), 0, 4),), torch.arange(4))
     first = runner.forward(batch)
     copy = first.clone()
-    run_chunk(runner, tokens.flip(0), slot=1)
+    run_chunk(runner, tokens.flip(0), block_ids=blocks(1))
     assert torch.equal(first, copy)

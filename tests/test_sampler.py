@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_core.errors import InvalidRequestError, LlmError
-from llm_core.messages import SamplingParams
+from llm_core.messages import JsonGuide, SamplingParams
 from llm_core.params_check import validate_params
 from llm_core.sampler import (
     FloatRow,
@@ -223,6 +223,80 @@ def test_penalties_change_the_greedy_choice() -> None:
     assert sample_row(row, chooser, 1) == 1
 
 
+@given(st.lists(st.integers(0, 30), max_size=300), st.lists(st.integers(0, 30), max_size=60))
+@settings(deadline=None)
+def test_penalties_equal_their_definition(reply: list[int], prompt: list[int]) -> None:
+    row = logits(2, size=31)
+    chooser = state(
+        31,
+        prompt=tuple(prompt),
+        repetition_penalty=1.3,
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        logit_bias={3: 2.0, 30: -7.5},
+    )
+    expected = row.copy()
+    for token in set(prompt) | set(reply):
+        expected[token] *= 1.3 if expected[token] < 0 else 1 / 1.3
+    for token, count in Counter(reply).items():
+        expected[token] -= 0.25 * count - 0.5
+    expected[3] += 2.0
+    expected[30] -= 7.5
+    for token in reply:
+        chooser.observe(token)
+    np.testing.assert_allclose(chooser.penalise(row), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_can_force_and_ban() -> None:
+    row = logits()
+    forced = state(temperature=1.0, logit_bias={77: 100.0})
+    assert {sample_row(row, forced, p) for p in range(20)} == {77}
+    best = int(row.argmax())
+    banned = state(temperature=5.0, logit_bias={best: -100.0})
+    assert best not in {sample_row(row, banned, p) for p in range(200)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.7, 1e6])
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.01}])
+def test_masked_tokens_are_never_chosen(temperature: float, params: dict[str, Any]) -> None:
+    row = logits(3)
+    allowed = np.zeros(VOCAB, dtype=np.bool_)
+    allowed[[4, 10, 4999]] = True
+    chosen = {
+        sample_row(
+            row, state(temperature=temperature, **params), p, banned={10, 11}, allowed=allowed
+        )
+        for p in range(60)
+    }
+    assert chosen <= {4, 4999}
+    if temperature == 1e6 and "top_p" not in params:
+        assert chosen == {4, 4999}
+
+
+def test_nothing_allowed_is_an_error_and_so_is_nan_behind_a_mask() -> None:
+    row = logits(4, size=9)
+    none = np.zeros(9, dtype=np.bool_)
+    with pytest.raises(LlmError, match="unusable"):
+        sample_row(row, state(9), 0, allowed=none)
+    row[3] = np.nan
+    only = none.copy()
+    only[5] = True
+    with pytest.raises(LlmError, match="unusable"):
+        sample_row(row, state(9), 0, allowed=only)
+
+
+@pytest.mark.parametrize("spread", [0.001, 1.0, 4.0])
+def test_picking_out_what_is_near_changes_no_distribution(spread: float) -> None:
+    """A vocabulary so large, and a row so flat, that both ways are taken."""
+    row = logits(6, spread, size=30_000)
+    for params in ({}, {"top_k": 700}, {"min_p": 0.3}, {"top_p": 0.6}):
+        got, wanted = kept(row, **params), oracle(row, **params)
+        differing = set(got) ^ set(wanted)
+        assert sum(got.get(i, 0) + wanted.get(i, 0) for i in differing) < 2e-4
+        for token in list(set(got) & set(wanted))[:500]:
+            assert got[token] == pytest.approx(wanted[token], rel=2e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -238,6 +312,16 @@ def test_penalties_change_the_greedy_choice() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens.*max_tokens"),
+        ({"min_tokens": 5, "guide": JsonGuide()}, "min_tokens.*guide"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: token -1"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias: token {VOCAB}"),
+        ({"logit_bias": {0: 101.0}}, "logit_bias"),
+        ({"logit_bias": {0: float("nan")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"stop": ("",)}, "stop"),
         ({"stop": ("x" * 257,)}, "stop"),
         ({"stop": ("x",) * 17}, "stop"),

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
+import ipaddress
 import json
+import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
-from starlette.websockets import WebSocket
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from app import http_protocol
 from app.conversation.session import Session
 from app.errors import ConfigError
 from app.server import _url, create_app, listening
-from app.transports.base import ChannelClosed
-from app.transports.websocket import WebSocketChannel
 from tests.fake_realtime import FakeSession
 from tests.fakes import ScriptedEngine, fake_services
 from tests.openai_events import check_server_event
@@ -248,11 +255,11 @@ async def test_one_session_too_many_is_told_why(start: Start) -> None:
 # --- WebSocket: limits ---
 
 
-async def test_a_20_mb_frame_is_answered_and_a_larger_one_closes(start: Start) -> None:
+async def test_too_much_audio_is_answered_and_a_larger_frame_closes(start: Start) -> None:
     async with start() as url:
         async with connect(socket_url(url)) as socket:
             await created(socket)
-            audio = "A" * 20_000_000
+            audio = "A" * (15 * 1024 * 1024 + 4)
             await socket.send('{"type":"input_audio_buffer.append","audio":"' + audio + '"}')
             error = json.loads(await socket.recv())["error"]
             assert error["code"] == "string_above_max_length"
@@ -261,10 +268,169 @@ async def test_a_20_mb_frame_is_answered_and_a_larger_one_closes(start: Start) -
         async with connect(socket_url(url), close_timeout=5) as socket:
             await created(socket)
             with pytest.raises(ConnectionClosed) as closed:
-                await socket.send("A" * (33 * 1024 * 1024))
+                await socket.send("A" * (17 * 1024 * 1024))
                 await socket.recv()
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1009
+
+
+async def test_sessions_of_one_key_are_limited_in_time(start: Start) -> None:
+    async with start(max_sessions_per_minute=2, api_keys=("k1", "k2")) as url:
+        for key, outcome in (
+            ("k1", None),
+            ("k1", None),
+            ("k1", "rate_limit_exceeded"),
+            ("k2", None),
+        ):
+            headers = {"authorization": f"Bearer {key}"}
+            async with connect(socket_url(url), additional_headers=headers) as socket:
+                if outcome is None:
+                    await created(socket)
+                else:
+                    assert await refusal(socket) == (outcome, 1013)
+
+
+async def test_a_session_ends_after_its_time(start: Start) -> None:
+    async with start(max_session_s=1.0) as url, connect(socket_url(url)) as socket:
+        session = await created(socket)
+        assert isinstance(session["expires_at"], int)
+        assert await refusal(socket) == ("session_expired", 1001)
+
+
+async def test_a_connection_that_asks_for_nothing_is_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "FIRST_REQUEST_S", 0.1)
+    async with start() as url:
+        port = int(url.rsplit(":", 1)[1])
+        for first_bytes in (b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-A: "):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first_bytes)
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+            writer.close()
+        # One that has asked stays open for its answer, and for more.
+        async with httpx.AsyncClient(base_url=url) as http:
+            assert (await http.get("/healthz")).status_code == 200
+        async with connect(socket_url(url)) as socket:
+            await created(socket)
+            await asyncio.sleep(0.2)
+            await socket.send('{"type":"conversation.item.retrieve","item_id":"i"}')
+            assert json.loads(await socket.recv())["type"] == "conversation.item.retrieved"
+
+
+# --- the end of a server ---
+
+
+async def test_turns_are_heard_to_their_end_and_newcomers_are_sent_away(web_root: Path) -> None:
+    sessions: list[FakeSession] = []
+
+    def make(*args: Any) -> Session:
+        sessions.append(FakeSession(*args))
+        sessions[-1].is_idle = len(sessions) > 1
+        return cast(Session, sessions[-1])
+
+    services = fake_services(ScriptedEngine(), port=0, drain_timeout_s=30)
+    cast(Any, services.engine).is_alive = True
+    app = create_app(services.settings, services, web_root=web_root, make_session=make)
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(listening(app, services.settings))
+        busy, idle = await connect(socket_url(url)), await connect(socket_url(url))
+        await created(busy)
+        await created(idle)
+        ending = asyncio.create_task(stack.aclose())
+        assert await close_code(idle) == 1001
+        async with httpx.AsyncClient(base_url=url) as http, connect(socket_url(url)) as late:
+            assert await refusal(late) == ("server_shutting_down", 1013)
+            ready = await http.get("/readyz")
+            assert (ready.status_code, ready.json()["status"]) == (503, "shutting down")
+            refused = await http.post("/v1/realtime/client_secrets")
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["code"] == "server_shutting_down"
+        # The one in a turn is still served.
+        await busy.send('{"type":"conversation.item.retrieve","item_id":"i"}')
+        assert json.loads(await busy.recv())["type"] == "conversation.item.retrieved"
+        assert not ending.done()
+        sessions[0].is_idle = True
+        assert await close_code(busy) == 1001
+        await ending
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_a_turn_without_end_is_cut_off(web_root: Path, hurried: bool) -> None:
+    def make(*args: Any) -> Session:
+        session = FakeSession(*args)
+        session.is_idle = False
+        return cast(Session, session)
+
+    services = fake_services(ScriptedEngine(), port=0, drain_timeout_s=100 if hurried else 0.2)
+    app = create_app(services.settings, services, web_root=web_root, make_session=make)
+    async with listening(app, services.settings) as url:
+        socket = await connect(socket_url(url))
+        await created(socket)
+        if hurried:  # a second signal
+            app.state.connections.hurry.set()
+    assert await close_code(socket) == 1001
+
+
+async def close_code(socket: ClientConnection) -> int:
+    with pytest.raises(ConnectionClosed) as closed:
+        while True:
+            await socket.recv()
+    assert closed.value.rcvd is not None
+    return closed.value.rcvd.code
+
+
+# --- TLS ---
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A key, and a certificate for this machine that it has signed itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path.write_bytes(made.public_bytes(Encoding.PEM))
+    key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return cert_path, key_path
+
+
+async def test_tls_by_configuration(start: Start, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    trust = ssl.create_default_context(cafile=str(cert))
+    async with start(tls_cert=cert, tls_key=key) as url:
+        assert url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=url, verify=trust) as http:
+            assert (await http.get("/healthz")).status_code == 200
+        async with connect(socket_url(url), ssl=trust) as socket:
+            await created(socket)
+
+
+async def test_tls_that_cannot_work_is_told_at_the_start(web_root: Path, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    for settings, why in (
+        ({"tls_cert": cert}, "both"),
+        ({"tls_cert": cert, "tls_key": tmp_path / "absent.pem"}, "absent.pem"),
+        ({"tls_cert": key, "tls_key": cert}, "cannot be used"),
+    ):
+        services = fake_services(ScriptedEngine(), port=0, **settings)
+        app = create_app(services.settings, services, web_root=web_root)
+        with pytest.raises(ConfigError, match=why):
+            async with listening(app, services.settings):
+                pass
 
 
 async def test_a_stopping_server_says_so(start: Start) -> None:
@@ -275,94 +441,3 @@ async def test_a_stopping_server_says_so(start: Start) -> None:
         await socket.recv()
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1001
-
-
-# --- the channel by itself ---
-
-
-class StuckSocket:
-    """A WebSocket whose peer does not read, until ``unstick`` is set."""
-
-    def __init__(self) -> None:
-        self.unstick = asyncio.Event()
-        self.sent: list[str] = []
-        self.close_code: int | None = None
-        self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        raise AttributeError(name)
-
-    async def send_text(self, text: str) -> None:
-        await self.unstick.wait()
-        self.sent.append(text)
-
-    async def receive(self) -> dict[str, Any]:
-        return await self.incoming.get()
-
-    async def close(self, code: int, reason: str) -> None:
-        self.close_code = code
-        self.incoming.put_nowait({"type": "websocket.disconnect", "code": code})
-
-
-def channel_over(socket: StuckSocket, **limits: Any) -> WebSocketChannel:
-    return WebSocketChannel(cast(WebSocket, socket), **limits)
-
-
-async def test_messages_arrive_in_order_and_before_the_close() -> None:
-    socket = StuckSocket()
-    async with channel_over(socket) as channel:
-        for number in range(20):
-            await channel.send(str(number))
-        socket.unstick.set()
-    assert socket.sent == [str(number) for number in range(20)]
-    assert socket.close_code == 1000
-
-
-async def test_a_client_that_lets_too_much_pile_up_is_closed() -> None:
-    socket = StuckSocket()
-    async with channel_over(socket, max_queued_bytes=1000) as channel:
-        receiving = asyncio.create_task(channel.receive())
-        for _ in range(10):
-            await channel.send("x" * 100)
-        with pytest.raises(ChannelClosed) as overflow:
-            await channel.send("one too many")
-        assert overflow.value.code == 1013
-        # The reader is woken: the session ends though the peer says nothing.
-        with pytest.raises(ChannelClosed) as woken:
-            await receiving
-        assert woken.value.code == 1013
-        with pytest.raises(ChannelClosed):
-            await channel.receive()
-    assert socket.close_code == 1013
-
-
-async def test_a_client_that_falls_too_far_behind_is_closed() -> None:
-    socket, now_s = StuckSocket(), 100.0
-    async with channel_over(socket, max_queued_s=5.0, clock_s=lambda: now_s) as channel:
-        await channel.send("first")
-        now_s = 104.0
-        await channel.send("in time")
-        now_s = 106.0
-        with pytest.raises(ChannelClosed, match="1013"):
-            await channel.send("too late")
-
-
-async def test_a_peer_that_closed_gets_nothing_more() -> None:
-    socket = StuckSocket()
-    async with channel_over(socket) as channel:
-        socket.incoming.put_nowait({"type": "websocket.disconnect", "code": 1001, "reason": "off"})
-        with pytest.raises(ChannelClosed) as closed:
-            await channel.receive()
-        assert (closed.value.code, closed.value.reason) == (1001, "off")
-        with pytest.raises(ChannelClosed):
-            await channel.send("too late")
-    assert socket.close_code is None
-
-
-async def test_long_reasons_are_cut_to_what_a_close_frame_holds() -> None:
-    socket = StuckSocket()
-    channel = channel_over(socket)
-    async with channel:
-        await channel.close(1008, "ü" * 200)
-        await channel.close(1000, "again")
-    assert socket.close_code == 1008

@@ -145,19 +145,20 @@ async def test_choices_become_guides() -> None:
         assert not any(message.tools for message in engine.requests[-1])
 
 
-async def test_one_call_at_a_time_if_the_client_wants_it_so() -> None:
+async def test_one_call_at_a_time_unless_the_client_wants_more() -> None:
     engine = ScriptedEngine(f"{calls('weather')} {calls('weather')} and so on")
-    async with call(engine, tools=(WEATHER,), parallel_tool_calls=False) as c:
+    async with call(engine, tools=(WEATHER,)) as c:
         await ask(c, "Hi", modality="text")
         (done,) = c.out.of(ResponseDone)
         assert [item.call is not None for item in done.response.output] == [True]
 
 
 async def test_parallel_calls_stand_in_one_message() -> None:
-    engine = ScriptedEngine(f"{calls('weather', a=1)} {calls('weather', a=2)}")
-    async with call(engine, tools=(WEATHER,)) as c:
+    engine = ScriptedEngine(f"{calls('weather', a=1)} {calls('weather', a=2)} <tool_c")
+    async with call(engine, tools=(WEATHER,), parallel_tool_calls=True) as c:
         await ask(c, "Hi", modality="text")
         items = c.out.of(ResponseDone)[0].response.output
+        assert len(items) == 2, "a call that was hardly begun is not shown as text"
         for number, item in enumerate(reversed(items)):
             output = ToolOutput(item.call.call_id, f"out {number}")
             await c.session.add_item(Item(f"o{number}", "tool", output=output))
@@ -313,7 +314,8 @@ async def test_calls_of_both_kinds_leave_the_turn_to_the_client() -> None:
     clockwork = Clockwork()
     clockwork.let_go.set()
     engine = ScriptedEngine(f"{calls('look', what='cat')} {calls('weather')}")
-    async with call(engine, server=clockwork.box, tools=(WEATHER,)) as c:
+    both = {"tools": (WEATHER,), "parallel_tool_calls": True}
+    async with call(engine, server=clockwork.box, **both) as c:
         await ask(c, "What is it?", modality="text")
         (done,) = c.out.of(ResponseDone)
         assert len(engine.requests) == 1

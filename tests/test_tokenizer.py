@@ -182,7 +182,7 @@ def test_broken_vocabularies_are_load_errors() -> None:
         with pytest.raises(ModelLoadError, match=message):
             Tokenizer(**{**good, **change})
     with pytest.raises(ModelLoadError, match="gpt2"):
-        Tokenizer.from_gguf({"tokenizer.ggml.model": "llama"})
+        Tokenizer.from_gguf({"tokenizer.ggml.model": "bert"})
     with pytest.raises(ModelLoadError, match="merges, pre"):
         Tokenizer.from_gguf(
             {

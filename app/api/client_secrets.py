@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 
+from app.api.http_errors import BodyTimeoutError, BodyTooLargeError
 from app.api.realtime_fields import WireModel, null_is, to_client_error
 from app.api.realtime_names import OWN_NAME, Names
 from app.api.realtime_session import SessionParams, SessionState, to_wire
@@ -16,6 +18,7 @@ from app.conversation.ids import new_id
 from app.errors import ClientError
 
 MAX_BODY_BYTES = 128 * 1024
+_BODY_TIMEOUT_S = 20.0
 
 
 class ExpiresAfter(WireModel):
@@ -41,6 +44,7 @@ def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> 
     async def create(request: Request) -> dict[str, Any]:
         gatekeeper = request.app.state.gatekeeper
         grant = gatekeeper.check(request.headers)
+        request.app.state.connections.check()
         data = _json(await read_body(request, MAX_BODY_BYTES))
         try:
             wanted = ClientSecretRequest.model_validate(data)
@@ -58,14 +62,19 @@ def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> 
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request. Raises ClientError as soon as it is longer than ``max_bytes``."""
+    """The body of a request.
+
+    Raises ClientError as soon as it is longer than ``max_bytes``, or takes too long to come.
+    """
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise ClientError(
-                f"The request's body is longer than {max_bytes} bytes.", code="body_too_large"
-            )
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise BodyTooLargeError(f"The request's body is longer than {max_bytes} bytes.")
+    except TimeoutError as error:
+        raise BodyTimeoutError("The request's body does not come.") from error
     return bytes(body)
 
 

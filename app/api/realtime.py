@@ -11,7 +11,7 @@ import binascii
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -57,7 +57,7 @@ class RealtimeConnection:
     ``opening``: a session configuration to begin with, as the JSON values of a ``session.update``.
     ``audio_out``: where the transport carries audio apart from the events. Then answers are played
     there, the caller's audio comes by ``append_audio``, and it is for the transport to notice a
-    peer that has gone quiet.
+    peer that has gone quiet. ``pace`` is awaited with the length of each message.
     """
 
     def __init__(
@@ -69,7 +69,9 @@ class RealtimeConnection:
         make_session: MakeSession = Session,
         opening: dict[str, Any] | None = None,
         audio_out: AudioOut | None = None,
+        pace: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
+        self._pace = pace
         self._channel = channel
         self._attached: list[EventChannel] = []
         self._opening = opening or {}
@@ -85,6 +87,7 @@ class RealtimeConnection:
         self._mapper = WireMapper(f"conv_{secrets.token_hex(10)}", self._speaker())
         self._make_session = make_session
         self._client_heard_voice = False
+        self._expires_at_s = 0
 
     async def run(self) -> None:
         """Serve until the channel closes; nothing of the session is left when this returns."""
@@ -104,6 +107,7 @@ class RealtimeConnection:
             },
         )
         started_s = time.monotonic()
+        self._expires_at_s = int(time.time() + self._services.settings.max_session_s)
         await self._send(server_event("session.created", session=self._session_object(session)))
         self._session = session
         self._side = side = SideResponses(self._services, self._sink, session.id)
@@ -151,6 +155,12 @@ class RealtimeConnection:
                 await self._session.append_audio(payload, received_ns)
 
     @property
+    def is_busy(self) -> bool:
+        """The caller or the assistant is in the middle of something."""
+        session, side = self._session, self._side
+        return session is not None and (not session.is_idle or (side is not None and bool(side)))
+
+    @property
     def session(self) -> Session | None:
         """The running session."""
         return self._session
@@ -175,9 +185,23 @@ class RealtimeConnection:
         """Both at once. Raises ExceptionGroup when the session's own loop fails."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(session.run(), name="session loop")
-            idle_s = self._services.settings.idle_timeout_s if self._audio_out is None else None
-            await self._serve(session, self._channel, idle_s)
+            await self._serve_within_limit(session)
             watching.cancel()
+
+    async def _serve_within_limit(self, session: Session) -> None:
+        idle_s = self._services.settings.idle_timeout_s if self._audio_out is None else None
+        try:
+            async with asyncio.timeout(self._services.settings.max_session_s) as limit:
+                await self._serve(session, self._channel, idle_s)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await self._expire()
+
+    async def _expire(self) -> None:
+        reason = f"the session has lasted {self._services.settings.max_session_s:g} s, its limit"
+        await self._send(error_event("invalid_request_error", "session_expired", reason))
+        await self._channel.close(1001, reason)
 
     async def _serve(
         self, session: Session, channel: EventChannel, idle_timeout_s: float | None
@@ -195,6 +219,8 @@ class RealtimeConnection:
                 await channel.close(1001, reason)
                 return
             received_ns = time.monotonic_ns()
+            if self._pace is not None:
+                await self._pace(len(message))
             async with self._turnstile:
                 await self._handle(session, channel, message, received_ns)
 
@@ -354,7 +380,7 @@ class RealtimeConnection:
         return to_config(params or self._state.params)
 
     def _session_object(self, session: Session) -> Wire:
-        return to_wire(session.id, self._state.params)
+        return to_wire(session.id, self._state.params, self._expires_at_s)
 
     def _speaker(self) -> Speaker:
         output = self._state.params.audio.output

@@ -29,6 +29,7 @@ from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from app.errors import ClientError
+from app.rate_limits import Pacer
 from app.transports.audio_port import AudioPort, Cut
 from app.transports.base import ChannelClosed, EventChannel
 
@@ -48,9 +49,16 @@ class CallConnection(RealtimeConnection):
         *,
         opening: dict[str, Any] | None = None,
         make_session: MakeSession = Session,
+        pace: Pacer | None = None,
     ) -> None:
         super().__init__(
-            channel, services, model, make_session=make_session, opening=opening, audio_out=self
+            channel,
+            services,
+            model,
+            make_session=make_session,
+            opening=opening,
+            audio_out=self,
+            pace=pace,
         )
         self._audio = audio
         self._running: set[str] = set()  # responses that are not done
@@ -89,7 +97,7 @@ class CallConnection(RealtimeConnection):
                 group.create_task(self._tell_playback(), name="call playback"),
                 group.create_task(self._watch_idle(), name="call idle"),
             ]
-            await self._serve(session, self._channel, None)
+            await self._serve_within_limit(session)
             for task in beside:
                 task.cancel()
 

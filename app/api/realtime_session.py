@@ -351,7 +351,7 @@ def to_config(params: SessionParams) -> SessionConfig:
         speed=spoken.speed,
         tools=tools_of(params.tools),
         tool_choice=params.tool_choice or ToolChoice(),
-        parallel_tool_calls=params.parallel_tool_calls is not False,
+        parallel_tool_calls=bool(params.parallel_tool_calls),
         server_tools=tuple(params.parley.tools) if params.parley.tools is not None else None,
         retention_ratio=params.truncation,
         transcribe=transcription is not None,
@@ -374,8 +374,10 @@ def _turn_detection(vad: TurnDetectionParams) -> TurnDetection:
     )
 
 
-def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
-    """The session object as the server shows it. ``expires_at`` null: sessions do not expire."""
+def to_wire(
+    session_id: str, params: SessionParams, expires_at_s: int | None = None
+) -> dict[str, Any]:
+    """The session object as the server shows it. ``expires_at_s``: None when it has not begun."""
     heard, spoken = params.audio.input, params.audio.output
     transcription, vad = heard.transcription, heard.turn_detection
     return {
@@ -383,7 +385,7 @@ def to_wire(session_id: str, params: SessionParams) -> dict[str, Any]:
         "object": "realtime.session",
         "id": session_id,
         "model": params.model,
-        "expires_at": None,
+        "expires_at": expires_at_s,
         "instructions": params.instructions,
         "output_modalities": params.output_modalities,
         "max_output_tokens": params.max_output_tokens or "inf",

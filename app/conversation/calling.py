@@ -36,6 +36,9 @@ from llm_core import (
 )
 from llm_core import ToolCall as LlmToolCall
 
+# How a call begins in the text of most models.
+_TAG_START = "<tool"
+
 Take = Callable[[str], Awaitable[None]]
 TakeRest = Callable[[], Awaitable[None]]
 SayFiller = Callable[[int], Coroutine[Any, Any, None]]
@@ -112,9 +115,15 @@ class Calling:
         await self._handle(events, take, take_rest)
 
     async def flush(self, take: Take, take_rest: TakeRest) -> None:
-        """The reply has ended."""
-        if self._parser is not None:
-            await self._handle(self._parser.flush(), take, take_rest)
+        """The reply has ended. A call that had not got as far as its name is not spoken."""
+        if self._parser is None:
+            return
+        events = [
+            event
+            for event in self._parser.flush()
+            if not (isinstance(event, ToolText) and event.text.lstrip().startswith(_TAG_START))
+        ]
+        await self._handle(events, take, take_rest)
 
     async def _handle(self, events: list[ToolEvent], take: Take, take_rest: TakeRest) -> None:
         for event in events:

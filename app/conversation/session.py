@@ -193,6 +193,12 @@ class Session:
         await self._sink(ItemDone(item, previous))
 
     @property
+    def is_idle(self) -> bool:
+        """Nobody speaks, nothing is being answered, and what was said has been heard."""
+        is_heard = self._last_turn is None or not self._last_turn.is_playing
+        return self._dialog.caller is Caller.SILENT and not self._dialog.has_response and is_heard
+
+    @property
     def history(self) -> History:
         """The conversation so far."""
         return self._history

@@ -63,8 +63,9 @@ class SessionConfig:
     transcript to the client (it is made in any case). ``language`` None: the model decides.
     ``noise_reduction``: the caller's microphone, as far as the client wants its noise reduced.
     ``tools`` are the client's; ``server_tools``: which of the server's own the model may call, None
-    for all. ``retention_ratio``: the share of a prompt that is kept when it is too long;
-    None: as the server likes, 0: nothing is dropped, the response fails.
+    for all. ``parallel_tool_calls``: one reply of the model may hold several calls.
+    ``retention_ratio``: the share of a prompt that is kept when it is too long; None: as the server
+    likes, 0: nothing is dropped, the response fails.
     """
 
     instructions: str
@@ -77,7 +78,7 @@ class SessionConfig:
     speed: float = 1.0
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool = False
     server_tools: tuple[str, ...] | None = None
     retention_ratio: float | None = None
     transcribe: bool = True

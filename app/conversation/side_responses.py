@@ -37,6 +37,9 @@ class SideResponses:
         self._clock = clock or MonotonicClock()
         self._running: dict[str, tuple[Turn, asyncio.Task[None]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._running)
+
     def start(self, request: ResponseRequest, history: History, config: SessionConfig) -> None:
         """Begin one. Without items of its own it reads ``history``, as it is now.
 

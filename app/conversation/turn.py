@@ -161,6 +161,11 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    @property
+    def is_playing(self) -> bool:
+        """The player still has some of it to play."""
+        return self._output.playout.is_playing(self._clock.now_ns())
+
     def cut_to_heard(self) -> None:
         """Cut history to what was heard by now. No-op once all of it was."""
         self._output.cut_to_heard()

@@ -9,7 +9,6 @@ Every count and length is checked against the bytes that are left before anythin
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,9 @@ from gguf.constants import (
 )
 
 from llm_core.errors import ModelLoadError
-from llm_core.quant.formats import BLOCK_BYTES, BLOCK_LEN, BlockKind, BlockTensor, Weight
+from llm_core.loading.mapped import MappedFile
+from llm_core.quant.blocks import BLOCK_BYTES, BlockKind, BlockTensor, block_len
+from llm_core.quant.formats import Weight
 
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
@@ -69,7 +70,7 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._map = _map_file(self.path)
+        self._map = MappedFile(self.path)
         try:
             reader = _Reader(self._map, self.path.name)
             num_tensors = reader.header()
@@ -95,33 +96,41 @@ class GgufFile:
         self._map.close()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """A copy of tensor ``name``, which must have ``shape``. Raises ModelLoadError."""
+        """A copy of tensor ``name``, which must have ``shape``.
+
+        Raises ModelLoadError, also for NaN or infinite values or scales.
+        """
         info = self.check(name, shape)
-        raw = bytearray(self._map[info.offset : info.offset + info.num_bytes])
-        data = torch.frombuffer(raw, dtype=torch.uint8)
+        data = self._map.copy(info.offset, info.num_bytes)
         if info.kind in _FLOATS:
-            return data.view(_FLOATS[info.kind]).view(shape)
+            values = data.view(_FLOATS[info.kind]).view(shape)
+            if not bool(values.sum(dtype=torch.float64).isfinite()):
+                raise self._error(f"tensor {name} holds NaN or infinite values")
+            return values
         kind = cast(BlockKind, info.kind.name)
-        return BlockTensor(kind, data.view(shape[0], shape[1] // BLOCK_LEN, BLOCK_BYTES[kind]))
+        num_blocks = shape[1] // block_len(kind)
+        weight = BlockTensor(kind, data.view(shape[0], num_blocks, BLOCK_BYTES[kind]))
+        if not weight.scales_are_finite():
+            raise self._error(f"tensor {name} ({kind}) holds NaN or infinite scales")
+        return weight
 
     def check(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         """Where ``name`` lies. Raises ModelLoadError if missing, misshapen or of unknown kind."""
         info = self.tensors.get(name)
         if info is None:
-            raise ModelLoadError(f"{self.path.name}: tensor {name} is missing")
+            raise self._error(f"tensor {name} is missing")
         if info.shape != shape:
-            raise ModelLoadError(
-                f"{self.path.name}: tensor {name} has shape {list(info.shape)}, "
-                f"expected {list(shape)}"
-            )
+            raise self._error(f"tensor {name} has shape {list(info.shape)}, expected {list(shape)}")
         is_matrix_of_blocks = len(shape) == 2 and info.kind.name in BLOCK_BYTES
         if info.kind not in _FLOATS and not is_matrix_of_blocks:
-            raise ModelLoadError(
-                f"{self.path.name}: tensor {name} of shape {list(shape)} has format "
-                f"{info.kind.name}, supported are F32, F16, BF16 and for matrices "
-                f"{', '.join(BLOCK_BYTES)}"
+            raise self._error(
+                f"tensor {name} of shape {list(shape)} has format {info.kind.name}, supported are "
+                f"F32, F16, BF16 and for matrices {', '.join(BLOCK_BYTES)}"
             )
         return info
+
+    def _error(self, message: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path.name}: {message}")
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -130,18 +139,10 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         return file.metadata
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
-
-
 class _Reader:
     """A cursor over the header. Positions: [0, _at) read | [_at, _size) left."""
 
-    def __init__(self, data: mmap.mmap, label: str) -> None:
+    def __init__(self, data: MappedFile, label: str) -> None:
         self._data = data
         self._size = len(data)
         self._at = 0

@@ -1,7 +1,8 @@
 """A GGUF file as the decoder wants it: configuration, and weights under the decoder's names.
 
 Llama-architecture files keep the rows of query and key in interleaved RoPE order (their converter
-permutes Hugging Face's halves), which is the order that our decoder uses: nothing to undo.
+permutes Hugging Face's halves), which is the order that our decoder uses. All others keep halves,
+which are interleaved here. Gemma's norm weights are whole already.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+
+import torch
 
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
 from llm_core.loading.gguf import GgufFile
-from llm_core.loading.weights import weight_shapes
-from llm_core.quant.formats import Weight
+from llm_core.loading.gguf_config import read_config
+from llm_core.loading.weights import TURNING, interleaved, weight_shapes
+from llm_core.quant.formats import Weight, take_rows
 
-# Far above any real model. Sizes below it are then checked against the tensors, and those against
-# the file's length, before anything is allocated.
-_MAX_DIMENSION = 1 << 24
-_MAX_LAYERS = 1 << 12
+__all__ = ["GgufModel", "open_gguf_model", "read_config"]
 
 _GLOBAL_NAMES = {
     "embedding": "token_embd.weight",
@@ -28,16 +29,24 @@ _GLOBAL_NAMES = {
     "head": "output.weight",
 }
 _LAYER_NAMES = {
-    "attention_norm": "attn_norm",
-    "query": "attn_q",
-    "key": "attn_k",
-    "value": "attn_v",
-    "attention_output": "attn_output",
-    "ffn_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    "attention_norm": "attn_norm.weight",
+    "query": "attn_q.weight",
+    "key": "attn_k.weight",
+    "value": "attn_v.weight",
+    "query_bias": "attn_q.bias",
+    "key_bias": "attn_k.bias",
+    "value_bias": "attn_v.bias",
+    "query_norm": "attn_q_norm.weight",
+    "key_norm": "attn_k_norm.weight",
+    "attention_output": "attn_output.weight",
+    "attention_post_norm": "post_attention_norm.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "ffn_post_norm": "post_ffw_norm.weight",
 }
+_ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class GgufModel:
 
 
 @contextmanager
-def open_gguf_model(path: str) -> Iterator[GgufModel]:
+def open_gguf_model(path: str | Path) -> Iterator[GgufModel]:
     """The model in the file at ``path``, all tensors checked. Raises ModelLoadError.
 
     The weights must be read inside the context.
@@ -59,13 +68,28 @@ def open_gguf_model(path: str) -> Iterator[GgufModel]:
         yield GgufModel(config, _GgufWeights(file, config))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows [first, last) of the tensor ``name`` of shape ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
 class _GgufWeights(Mapping[str, Weight]):
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
-        self._shapes = weight_shapes(config)
+        self._config = config
+        self._parts = {
+            name: self._part(name, shape) for name, shape in weight_shapes(config).items()
+        }
         unused = set(file.tensors)
-        for name, shape in self._shapes.items():
-            unused.discard(file.check(_file_name(name), shape).name)
+        if config.rope_scaling is not None:
+            unused -= _ROPE_TENSORS
+        for part in self._parts.values():
+            unused.discard(file.check(part.name, part.shape).name)
         if unused:
             raise ModelLoadError(
                 f"{file.path.name}: has tensors that the {config.family} decoder does not use, "
@@ -73,94 +97,36 @@ class _GgufWeights(Mapping[str, Weight]):
             )
 
     def __getitem__(self, name: str) -> Weight:
-        return self._file.read(_file_name(name), self._shapes[name])
+        part, config = self._parts[name], self._config
+        weight = self._file.read(part.name, part.shape)
+        if config.family != "llama" and name.rpartition(".")[2] in TURNING:
+            num_heads = (part.last - part.first) // config.head_dim
+            rows = interleaved(num_heads, config.head_dim, config.num_rotated) + part.first
+            return take_rows(weight, rows)
+        if part.last - part.first < part.shape[0]:
+            return take_rows(weight, torch.arange(part.first, part.last))
+        return weight
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._parts)
 
-
-def read_config(file: GgufFile) -> ModelConfig:
-    """The configuration that the metadata describes. Raises ModelLoadError."""
-    fields = _Fields(file)
-    architecture = fields.text("general.architecture")
-    if architecture != "llama":
-        raise fields.error(f"architecture {architecture!r} is not supported, only 'llama'")
-    fields.forbid_unless("llama.expert_count", 0)
-    fields.forbid_unless("llama.rope.scaling.type", "none")
-    hidden_size = fields.integer("llama.embedding_length")
-    num_heads = fields.integer("llama.attention.head_count")
-    head_dim = fields.integer("llama.attention.key_length", hidden_size // num_heads)
-    fields.forbid_unless("llama.attention.value_length", head_dim)
-    fields.forbid_unless("llama.rope.dimension_count", head_dim)
-    embedding = file.tensors.get(_GLOBAL_NAMES["embedding"])
-    if embedding is None:
-        raise fields.error(f"tensor {_GLOBAL_NAMES['embedding']} is missing")
-    try:
-        return ModelConfig(
-            family="llama",
-            num_layers=fields.integer("llama.block_count", limit=_MAX_LAYERS),
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("llama.attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            intermediate_size=fields.integer("llama.feed_forward_length"),
-            vocab_size=fields.integer("llama.vocab_size", embedding.shape[0]),
-            context_len=fields.integer("llama.context_length"),
-            rope_theta=fields.number("llama.rope.freq_base", 10000.0),
-            rms_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-            tie_embeddings=_GLOBAL_NAMES["head"] not in file.tensors,
-        )
-    except ValueError as error:
-        raise fields.error(str(error)) from error
-
-
-def _file_name(name: str) -> str:
-    """layers.3.query -> blk.3.attn_q.weight."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
-    _, index, part = name.split(".")
-    return f"blk.{index}.{_LAYER_NAMES[part]}.weight"
-
-
-class _Fields:
-    """Typed access to metadata; each refusal names the key, the value and what was expected."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._metadata = file.metadata
-        self._label = file.path.name
-
-    def error(self, message: str) -> ModelLoadError:
-        return ModelLoadError(f"{self._label}: {message}")
-
-    def text(self, key: str) -> str:
-        value = self._get(key, None)
-        if not isinstance(value, str):
-            raise self.error(f"metadata {key} is {value!r}, expected text")
-        return value
-
-    def integer(self, key: str, default: int | None = None, limit: int = _MAX_DIMENSION) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            raise self.error(f"metadata {key} is {value!r}, expected an integer in 1 to {limit}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.error(f"metadata {key} is {value!r}, expected a number")
-        return float(value)
-
-    def forbid_unless(self, key: str, expected: int | str) -> None:
-        """``key`` may be absent or equal ``expected``; anything else is a feature we lack."""
-        value = self._metadata.get(key, expected)
-        if value != expected:
-            raise self.error(f"metadata {key} is {value!r}, supported is only {expected!r}")
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self._metadata.get(key, default)
-        if value is None:
-            raise self.error(f"metadata {key} is missing")
-        return value
+    def _part(self, name: str, shape: tuple[int, ...]) -> _Part:
+        """layers.3.query -> all rows of blk.3.attn_q.weight; Phi-3's lie in a fused tensor."""
+        if name in _GLOBAL_NAMES:
+            return _Part(_GLOBAL_NAMES[name], shape, 0, shape[0])
+        config = self._config
+        _, index, part = name.split(".")
+        prefix = f"blk.{index}."
+        if config.family == "phi3" and part in ("query", "key", "value"):
+            num_rows = config.query_size + 2 * config.kv_size
+            first = {"query": 0, "key": config.query_size}.get(part, num_rows - config.kv_size)
+            whole = (num_rows, config.hidden_size)
+            return _Part(f"{prefix}attn_qkv.weight", whole, first, first + shape[0])
+        if config.family == "phi3" and part in ("gate", "up"):
+            first = 0 if part == "gate" else config.intermediate_size
+            whole = (2 * config.intermediate_size, config.hidden_size)
+            return _Part(f"{prefix}ffn_up.weight", whole, first, first + shape[0])
+        return _Part(prefix + _LAYER_NAMES[part], shape, 0, shape[0])

@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
+import torch
+
 from llm_core.config import ModelConfig
+
+# What rotation turns, or what is added to it or multiplied with it before.
+TURNING = frozenset(("query", "key", "query_bias", "key_bias", "query_norm", "key_norm"))
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight the decoder needs; matrices are [out, in].
 
-    ``head`` is there only when it is not the embedding. Rows of ``query`` and ``key`` are in
-    interleaved RoPE order: values 2j and 2j + 1 of a head turn together.
+    ``head`` is there only when it is not the embedding. Rows of ``query`` and ``key``, and values
+    of their biases and norms, are in interleaved RoPE order: values 2j and 2j + 1 of a head turn
+    together. Norm weights are plain factors: Gemma's 1 + w is folded in by the loader.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (config.vocab_size, hidden),
         "final_norm": (hidden,),
     }
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, hidden)
+    layer = layer_shapes(config)
     for index in range(config.num_layers):
-        prefix = f"layers.{index}."
-        shapes[prefix + "attention_norm"] = (hidden,)
-        shapes[prefix + "query"] = (config.query_size, hidden)
-        shapes[prefix + "key"] = (config.kv_size, hidden)
-        shapes[prefix + "value"] = (config.kv_size, hidden)
-        shapes[prefix + "attention_output"] = (hidden, config.query_size)
-        shapes[prefix + "ffn_norm"] = (hidden,)
-        shapes[prefix + "gate"] = (inner, hidden)
-        shapes[prefix + "up"] = (inner, hidden)
-        shapes[prefix + "down"] = (hidden, inner)
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name within a layer -> shape."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (hidden,),
+        "query": (config.query_size, hidden),
+        "key": (config.kv_size, hidden),
+        "value": (config.kv_size, hidden),
+        "attention_output": (hidden, config.query_size),
+        "ffn_norm": (hidden,),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+    if config.attention_bias:
+        shapes["query_bias"] = (config.query_size,)
+        shapes["key_bias"] = shapes["value_bias"] = (config.kv_size,)
+    if config.qk_norm:
+        shapes["query_norm"] = shapes["key_norm"] = (config.head_dim,)
+    if config.post_norms:
+        shapes["attention_post_norm"] = shapes["ffn_post_norm"] = (hidden,)
+    return shapes
+
+
+def interleaved(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """int64 [num_heads * head_dim]: which row of the order of halves comes at each place of ours.
+
+    Row 2j of a head is its row j, row 2j + 1 its row j + rotary_dim / 2; beyond ``rotary_dim`` rows
+    stay where they are.
+    """
+    pairs = torch.arange(rotary_dim).view(2, -1).T.flatten()
+    one = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
+    return (torch.arange(num_heads).unsqueeze(1) * head_dim + one).flatten()

@@ -35,20 +35,24 @@ import torch
 
 from kernels.cpu_matmul import (
     BFloat16Matmul,
+    DynamicInt8Matmul,
+    Float8Matmul,
     Float16Matmul,
     Float32Matmul,
     Int4Matmul,
     Int8Matmul,
     has_float16_gemm,
 )
-from llm_core.quant.formats import BLOCK_LEN, BlockTensor, Weight, quantize_int8, to_float
+from llm_core.quant.formats import Weight, quantize_float8, quantize_int8, to_float
+from llm_core.quant.grouped import GroupedCodes, to_grouped
 
-WeightFormat = Literal["float32", "float16", "bfloat16", "int4", "int8"]
+WeightFormat = Literal["float32", "float16", "bfloat16", "int4", "int8", "w8a8", "fp8"]
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 _UNLIMITED_ROWS = 1 << 62
 # Up to this many rows the small form is the faster of the two that "int4" and "int8" keep.
 _FEW_ROWS = 4
+_INT4_GROUPS = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +105,17 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
         return ((_UNLIMITED_ROWS, Float32Matmul(values)),)
     if weight_format == "bfloat16":
         return ((_UNLIMITED_ROWS, BFloat16Matmul(values)),)
+    if weight_format == "w8a8":
+        return ((_UNLIMITED_ROWS, DynamicInt8Matmul(*quantize_int8(values))),)
+    if weight_format == "fp8":
+        return ((_UNLIMITED_ROWS, Float8Matmul(*quantize_float8(values))),)
     many_rows = _many_rows_matmul(values)
     if weight_format == "int8" and num_in % 16 == 0:
         return ((_FEW_ROWS, Int8Matmul(*quantize_int8(values))), (_UNLIMITED_ROWS, many_rows))
     # Quantising to 4 bits here would lose more than the file's maker agreed to: only weights that
     # are stored so run so.
-    is_int4 = isinstance(weight, BlockTensor) and weight.kind != "Q8_0" and num_out % 16 == 0
-    if weight_format == "int4" and is_int4:
-        assert isinstance(weight, BlockTensor)
-        few_rows = Int4Matmul(*weight.int4(), BLOCK_LEN)
+    few_rows = _int4_matmul(to_grouped(weight)) if weight_format == "int4" else None
+    if few_rows is not None:
         return ((_FEW_ROWS, few_rows), (_UNLIMITED_ROWS, many_rows))
     return ((_UNLIMITED_ROWS, many_rows),)
 
@@ -119,3 +125,16 @@ def _many_rows_matmul(values: torch.Tensor) -> Matmul:
     if has_float16_gemm() and bool(values.abs().max() <= 65504.0):
         return Float16Matmul(values)
     return Float32Matmul(values)
+
+
+def _int4_matmul(grouped: GroupedCodes | None) -> Int4Matmul | None:
+    """torch's 4-bit product, whose values are (code - 8) * scale + zero; None where it has none."""
+    if grouped is None or grouped.bits != 4:
+        return None
+    if grouped.group not in _INT4_GROUPS or grouped.shape[0] % 16 != 0:
+        return None
+    zero = 8 * grouped.scale
+    if grouped.zero is not None:
+        zero = zero + grouped.zero
+    scale_zero = torch.stack((grouped.scale.T, zero.T), -1)
+    return Int4Matmul(grouped.codes.int(), scale_zero, grouped.group)

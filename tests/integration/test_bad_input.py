@@ -47,7 +47,7 @@ class Running:
             "threads": _num_threads(),
             "running": stats.num_running,
             "waiting": stats.num_waiting,
-            "free_slots": stats.num_free_slots,
+            "free_blocks": stats.num_free_blocks,
         }
 
 

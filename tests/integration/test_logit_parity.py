@@ -16,6 +16,7 @@ import torch
 from llm_core.config import ModelConfig
 from llm_core.loading.gguf import read_metadata
 from llm_core.loading.gguf_model import open_gguf_model
+from llm_core.messages import EngineConfig
 from llm_core.quant.formats import BlockTensor, to_float
 from llm_core.runner import ModelRunner
 from llm_core.tokenizer import Tokenizer
@@ -81,10 +82,7 @@ def test_random_models_equal_transformers(config: ModelConfig) -> None:
 @pytest.fixture(scope="module")
 def exact(llm_model_path: Path) -> ModelRunner:
     return ModelRunner.load(
-        str(llm_model_path),
-        num_threads=1,
-        num_slots=1,
-        max_context=512,
+        EngineConfig(model_path=str(llm_model_path), max_sequences=1, max_context=512),
         weight_format="float32",
     )
 
@@ -166,10 +164,7 @@ def test_drift_of_faster_formats(
 ) -> None:
     """How far logits move, and at how many positions the most likely token stays."""
     runner = ModelRunner.load(
-        str(llm_model_path),
-        num_threads=1,
-        num_slots=1,
-        max_context=512,
+        EngineConfig(model_path=str(llm_model_path), max_sequences=1, max_context=512),
         weight_format=weight_format,
     )
     expected = run_chunk(exact, tokens)

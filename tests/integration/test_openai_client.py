@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,73 @@ async def test_a_client_cancels_and_truncates(server_url: str) -> None:
         )
         error = (await caller.until("error"))["error"]
         assert "already shorter" in error["message"]
+
+
+@pytest.mark.timeout(120)
+async def test_a_function_is_called_and_its_result_is_answered(server_url: str) -> None:
+    async with calling(server_url) as caller:
+        weather = {
+            "type": "function",
+            "name": "get_weather",
+            "description": "Get the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        }
+        await caller.connection.session.update(
+            session={
+                "type": "realtime",
+                "output_modalities": ["text"],
+                "tools": [weather],  # type: ignore[list-item]
+                "tool_choice": "auto",
+            }
+        )
+        await caller.until("session.updated")
+        await caller.type("What is the weather in Paris?")
+        choice = {"type": "function", "name": "get_weather"}
+        await caller.connection.response.create(response={"tool_choice": choice})  # type: ignore[typeddict-item]
+        response = (await caller.until("response.done"))["response"]
+        (call,) = response["output"]
+        assert (call["type"], call["status"]) == ("function_call", "completed")
+        assert json.loads(call["arguments"]) == {"city": "Paris"}
+        arguments = caller.of("response.function_call_arguments.done", item_id=call["id"])
+        assert arguments[0]["arguments"] == call["arguments"]
+        assert arguments[0]["call_id"] == call["call_id"]
+
+        await caller.connection.conversation.item.create(
+            item={
+                "type": "function_call_output",
+                "call_id": call["call_id"],
+                "output": "sunny, 21 degrees",
+            }
+        )
+        await caller.connection.response.create()
+        answer = (await caller.until("response.done"))["response"]
+        assert answer["output"][0]["content"][0]["text"].strip()
+        assert answer["usage"]["input_tokens"] > response["usage"]["input_tokens"]
+        assert not caller.of("error")
+
+
+@pytest.mark.timeout(120)
+async def test_an_answer_out_of_band(server_url: str) -> None:
+    async with calling(server_url) as caller:
+        question = {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Say hello."}],
+        }
+        await caller.connection.response.create(
+            response={
+                "conversation": "none",
+                "output_modalities": ["text"],
+                "metadata": {"topic": "greeting"},
+                "input": [question],  # type: ignore[list-item]
+            }
+        )
+        response = (await caller.until("response.done"))["response"]
+        assert response["metadata"] == {"topic": "greeting"}
+        assert response["output"][0]["content"][0]["text"].strip()
+        assert not caller.of("conversation.item.added")

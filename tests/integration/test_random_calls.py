@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path"),
 ]
 
-NUM_CALLERS = 30
+NUM_CALLERS = 51
 MAX_GROWTH_BYTES = 48 * 1024 * 1024
 SPEECH = base64.b64encode(voice(0.5) + silence(0.3)).decode()
 QUESTION = event(

@@ -1,0 +1,200 @@
+"""``POST /v1/chat/completions``, whole and streamed (server-sent events).
+
+A client may be gone at any moment. The answer is made in one task that reads the engine, beside
+another that listens for the client's end; whichever ends first ends the other, and leaving the
+engine's stream aborts the request there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from app.api.chat_output import ChatOutput, Wire
+from app.api.chat_request import Chat, parse_chat
+from app.api.http_errors import BodyTimeoutError, BodyTooLargeError, error_body, error_response
+from app.api.models import check_model
+from llm_core import (
+    EngineClient,
+    FirstToken,
+    GenerationDone,
+    GenerationEvent,
+    LlmError,
+    TextDelta,
+    Usage,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+_BODY_TIMEOUT_S = 30.0
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # proxies hold streams back otherwise
+}
+
+
+def chat_router(engine: EngineClient) -> APIRouter:
+    """The route. Raises (to the app's handlers) ClientError for a bad request."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def create(request: Request) -> Response:
+        request.app.state.gatekeeper.check(request.headers)
+        try:
+            body = await _read_body(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        chat = parse_chat(body, engine.info.context_len)
+        check_model(chat.model, engine)
+        return _Answer(engine, chat)
+
+    return router
+
+
+async def _read_body(request: Request) -> bytes:
+    too_large = BodyTooLargeError(f"The body may have at most {MAX_BODY_BYTES} bytes.")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+    except TimeoutError as error:
+        raise BodyTimeoutError(f"The body did not arrive in {_BODY_TIMEOUT_S:g} s.") from error
+    return bytes(body)
+
+
+class _Answer(Response):
+    """Runs the request and sends what it brings. Status and headers wait for the first event, so
+    that an error before it has its own status."""
+
+    def __init__(self, engine: EngineClient, chat: Chat) -> None:
+        super().__init__()
+        self._engine = engine
+        self._chat = chat
+        info = engine.info
+        self._output = ChatOutput(chat, info.name, info.tool_format)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.create_task(self._answer(scope, receive, send), name="chat answer")
+        leaving = asyncio.create_task(_client_is_gone(receive), name="chat client")
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not answering.done():
+                answering.cancel()
+            await asyncio.wait({answering, leaving})
+        if not answering.cancelled():
+            answering.result()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(
+            self._engine.generate(self._chat.messages, self._chat.params)
+        ) as events:
+            try:
+                first = await anext(events)
+                if not self._chat.stream:
+                    whole = await self._whole(first, events)
+                    response = Response(msgspec.json.encode(whole), media_type="application/json")
+                    await response(scope, receive, send)
+                    return
+            except LlmError as error:
+                _log(error)
+                await error_response(error)(scope, receive, send)
+                return
+            await self._stream(first, events, send)
+
+    async def _whole(self, first: GenerationEvent, events: AsyncIterator[GenerationEvent]) -> Wire:
+        async for event in _chained(first, events):
+            if isinstance(event, TextDelta):
+                self._output.feed(event)
+            elif isinstance(event, GenerationDone):
+                self._output.finish()
+                return self._output.whole(event)
+        raise AssertionError("a generation ends with GenerationDone")
+
+    async def _stream(
+        self, first: GenerationEvent, events: AsyncIterator[GenerationEvent], send: Send
+    ) -> None:
+        headers = [(k.encode(), v.encode()) for k, v in _SSE_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for chunk in self._chunks(first, events):
+                await send(_body(_event(msgspec.json.encode(chunk)), more=True))
+        except LlmError as error:
+            # The status is out; clients look for this instead of a chunk.
+            _log(error)
+            await send(_body(_event(msgspec.json.encode(error_body(error))), more=False))
+            return
+        await send(_body(_event(b"[DONE]"), more=False))
+
+    async def _chunks(
+        self, first: GenerationEvent, events: AsyncIterator[GenerationEvent]
+    ) -> AsyncGenerator[Wire, None]:
+        output, always = self._output, self._chat.usage_always
+        prompt = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+        async for event in _chained(first, events):
+            match event:
+                case FirstToken():
+                    prompt = Usage(
+                        prompt_tokens=event.prompt_tokens,
+                        cached_tokens=event.cached_tokens,
+                        completion_tokens=0,
+                    )
+                    role = {"role": "assistant", "content": "", "refusal": None}
+                    yield output.chunk(role, usage=prompt if always else None)
+                case TextDelta():
+                    usage = msgspec.structs.replace(prompt, completion_tokens=event.num_tokens)
+                    for piece in output.feed(event):
+                        yield output.chunk(piece, usage=usage if always else None)
+                case GenerationDone():
+                    usage = event.usage
+                    for piece in output.finish():
+                        yield output.chunk(piece, usage=usage if always else None)
+                    yield output.chunk(
+                        {},
+                        finish_reason=output.finish_reason(event),
+                        usage=usage if always else None,
+                    )
+                    if self._chat.usage_at_end:
+                        yield output.chunk(None, usage=usage)
+
+
+async def _chained(
+    first: GenerationEvent, rest: AsyncIterator[GenerationEvent]
+) -> AsyncIterator[GenerationEvent]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+async def _client_is_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _body(data: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _log(error: LlmError) -> None:
+    logger.info("chat request failed", extra={"code": error.code})

@@ -1,0 +1,64 @@
+"""``GET /v1/models``, and by which names clients may ask for the loaded model."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from app.errors import ClientError
+from llm_core import EngineClient
+
+OWN_NAME = "parley"
+
+# Clients and load tools send OpenAI's names without being asked; as in the Realtime API they stand
+# for what is loaded here. Answers carry the true name.
+_OPENAI_CHAT = re.compile(r"(chat)?gpt-[a-z0-9.-]+")
+
+
+class UnknownModelError(ClientError):
+    """No such model (HTTP 404)."""
+
+    code = "model_not_found"
+
+
+def check_model(name: str, engine: EngineClient) -> None:
+    """Raises UnknownModelError unless ``name`` is ``parley``, the loaded model, or OpenAI's."""
+    loaded = engine.info.name
+    if name not in (OWN_NAME, loaded) and not _OPENAI_CHAT.fullmatch(name):
+        raise UnknownModelError(
+            f"The model {name[:100]!r} does not exist here. This server has {loaded!r}, which also "
+            f"answers to {OWN_NAME!r}.",
+            param="model",
+        )
+
+
+def models_router(engine: EngineClient) -> APIRouter:
+    """``GET /v1/models`` and ``GET /v1/models/{name}``."""
+    router = APIRouter()
+    started_s = int(time.time())
+
+    def described(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "parley",
+            "max_model_len": engine.info.context_len,  # where load tools look for it
+        }
+
+    @router.get("/v1/models")
+    async def list_models(request: Request) -> dict[str, Any]:
+        request.app.state.gatekeeper.check(request.headers)
+        names = dict.fromkeys((engine.info.name, OWN_NAME))
+        return {"object": "list", "data": [described(name) for name in names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(request: Request, name: str) -> dict[str, Any]:
+        request.app.state.gatekeeper.check(request.headers)
+        check_model(name, engine)
+        return described(name)
+
+    return router

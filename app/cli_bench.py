@@ -1,0 +1,115 @@
+"""`parley bench`: figures of this machine, for people or as JSON.
+
+What is measured is imported when it is chosen, as in ``app.cli``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from app.cli_models import HomeOption
+from app.config import load_settings
+from app.errors import ParleyError
+from app.model_store import ModelStore
+from llm_core import LlmError
+
+if TYPE_CHECKING:
+    from app.bench import llm
+
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+# Units in the figures' names, and whether more is better; for the table alone.
+_DESCRIPTIONS = {
+    "decode_tok_s": "decode, 1 stream, tokens/s",
+    "prefill_tok_s": "prefill of 512 words, tokens/s",
+    "ttft_cold_ms": "first token, 600-word system prompt cold, ms",
+    "ttft_cached_ms": "first token, the same system prompt warm, ms",
+    "cached_tokens": "prompt tokens taken from the cache",
+    "long_prompt_tokens": "long prompt beside 4 streams: its tokens",
+    "long_prompt_ttft_ms": "long prompt: its first token, ms",
+    "long_prompt_max_gap_ms": "long prompt: longest gap of the 4 streams, ms",
+    "long_prompt_gap_ratio": "long prompt: that gap by the median gap",
+}
+
+
+@bench_app.command("llm")
+def bench_llm(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model name or file. [dim]PARLEY_LLM_MODEL, else the embedded one[/]"),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Compute threads of each engine.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds; the median counts.", min=1)] = 5,
+    streams: Annotated[str, typer.Option(help="Numbers of simultaneous streams.")] = "8,32",
+    peer: Annotated[
+        str | None, typer.Option(help="Compare with this engine in the same run: llama.cpp.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
+    ] = False,
+    home: HomeOption = None,
+) -> None:
+    """Decode, prefill, warm prefix, many streams; beside a peer on the same file and threads."""
+    if peer not in (None, "llama.cpp"):
+        raise typer.BadParameter(f"{peer!r} is not known; known is llama.cpp", param_hint="--peer")
+    from app.bench import llm
+
+    settings = load_settings(home=home, llm_model=model)
+    options = llm.LlmBenchOptions(
+        model_path=ModelStore(settings.home).resolve(settings.llm_model),
+        num_threads=threads,
+        num_rounds=rounds,
+        stream_counts=_counts(streams),
+        peer=peer is not None,
+    )
+    log = Console(stderr=True)
+    try:
+        result = asyncio.run(llm.run(options, lambda text: log.print(text, style="dim")))
+    except LlmError as error:
+        raise ParleyError(str(error)) from error
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        Console().print(_table(result))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        counts = (0,)
+    if any(not 1 <= count <= 256 for count in counts):
+        raise typer.BadParameter(
+            f"{text!r}: numbers from 1 to 256, with commas between them", param_hint="--streams"
+        )
+    return counts
+
+
+def _table(result: llm.LlmBenchResult) -> Table:
+    facts = result.machine
+    table = Table(
+        title=f"{result.model['name']} ({result.model['weight_format']}), "
+        f"{result.options.num_threads} threads, median of {result.options.num_rounds} rounds",
+        caption=f"{facts['processor']}, {facts['num_cores']} cores, memory read "
+        f"{facts['read_gb_s']} GB/s, load {facts['load_average']} at the start",
+    )
+    table.add_column("")
+    engines = list(result.rounds)
+    for name in engines:
+        table.add_column(name, justify="right")
+    medians = [result.medians(name) for name in engines]
+    ratios = result.ratios(*engines) if len(engines) == 2 else {}
+    if ratios:
+        table.add_column("ratio", justify="right")
+    for figure in medians[0]:
+        cells = [f"{values[figure]:,.1f}" for values in medians]
+        if ratios:
+            cells.append(f"{ratios[figure]:.2f}" if figure in ratios else "")
+        table.add_row(_DESCRIPTIONS.get(figure, figure.replace("_", " ")), *cells)
+    return table

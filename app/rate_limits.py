@@ -1,0 +1,116 @@
+"""How fast one key may open sessions and send messages.
+
+Sessions above the limit are refused with a hint when to come again. Messages above it are read
+later, so that nothing that was sent is lost: a caller who sends too much waits, nobody else does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+from app.config import Settings
+from app.errors import ClientError
+
+logger = logging.getLogger(__name__)
+
+# Owners that were seen last; who is forgotten begins with a full bucket.
+MAX_OWNERS = 10_000
+# A message of this length counts as one, a longer one as many.
+BYTES_A_MESSAGE = 16 * 1024
+_MESSAGE_BURST_S = 2.0
+
+Pacer = Callable[[int], Awaitable[None]]
+
+
+class RateLimitedError(ClientError):
+    """Too many requests of one key (HTTP 429)."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TokenBucket:
+    """``rate_per_s`` tokens a second, at most ``burst`` of them saved up."""
+
+    def __init__(self, rate_per_s: float, burst: float, now_s: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._tokens = burst
+        self._at_s = now_s
+
+    def try_take(self, now_s: float) -> float:
+        """Take one if there is one. Returns 0, or the seconds until there is."""
+        self._refill(now_s)
+        if self._tokens < 1.0:
+            return (1.0 - self._tokens) / self._rate_per_s
+        self._tokens -= 1.0
+        return 0.0
+
+    def take(self, cost: float, now_s: float) -> float:
+        """Take ``cost`` in any case. Returns the seconds after which the debt is paid."""
+        self._refill(now_s)
+        self._tokens -= cost
+        return max(0.0, -self._tokens / self._rate_per_s)
+
+    def _refill(self, now_s: float) -> None:
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
+        self._at_s = now_s
+
+
+class RateLimits:
+    """One bucket of sessions and one of messages for each owner."""
+
+    def __init__(self, settings: Settings, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._sessions_per_minute = settings.max_sessions_per_minute
+        self._messages_per_s = settings.max_messages_per_s
+        self._clock_s = clock_s
+        self._buckets: OrderedDict[str, tuple[TokenBucket, TokenBucket]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def check_session(self, owner: str) -> None:
+        """Count a new session. Raises RateLimitedError."""
+        sessions, _ = self._of(owner)
+        wait_s = sessions.try_take(self._clock_s())
+        if wait_s:
+            raise RateLimitedError(
+                f"More than {self._sessions_per_minute} sessions a minute: try again in "
+                f"{math.ceil(wait_s)} s.",
+                wait_s,
+            )
+
+    def pacer(self, owner: str) -> Pacer:
+        """What a connection awaits with the length of each message, before it reads the next."""
+        was_told = False
+
+        async def pace(num_bytes: int) -> None:
+            nonlocal was_told
+            _, messages = self._of(owner)
+            wait_s = messages.take(1 + num_bytes // BYTES_A_MESSAGE, self._clock_s())
+            if wait_s:
+                if not was_told:
+                    was_told = True
+                    logger.warning("client sends too fast; it is read later")
+                await asyncio.sleep(wait_s)
+
+        return pace
+
+    def _of(self, owner: str) -> tuple[TokenBucket, TokenBucket]:
+        if owner not in self._buckets:
+            now_s, per_s = self._clock_s(), self._messages_per_s
+            sessions = TokenBucket(self._sessions_per_minute / 60, self._sessions_per_minute, now_s)
+            messages = TokenBucket(per_s, per_s * _MESSAGE_BURST_S, now_s)
+            self._buckets[owner] = (sessions, messages)
+            if len(self._buckets) > MAX_OWNERS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(owner)
+        return self._buckets[owner]

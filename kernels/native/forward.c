@@ -1,0 +1,474 @@
+/* A whole step: the list of phases and what each task of a phase does.
+ *
+ * Buffers belong to a session and grow with the largest step. With few rows each thread quantises
+ * the input of its product itself, into its own copy, since that costs less than waiting for
+ * another; with more rows it is a phase of its own.
+ */
+#include "parley.h"
+
+#include <stdlib.h>
+
+typedef enum {
+    EMBED,
+    NORM_ATTENTION, QUERY_KEY_VALUE, ROTATE, ATTEND,
+    GATHER,
+    QUANTIZE_ATTENDED, ATTENTION_OUTPUT, ADD_ATTENTION,
+    NORM_FFN, GATE_UP, QUANTIZE_INNER, DOWN, ADD_FFN,
+    NORM_FINAL, HEAD,
+    NUM_KINDS
+} phase_kind;
+
+enum { OWN_COPY_ROWS = 2, MAX_PHASES_A_LAYER = 12, TASKS_A_THREAD = 6 };
+
+typedef struct {
+    phase_kind kind;
+    int32_t layer, num_rows, tiles_a_task;
+} phase;
+
+typedef struct { /* an attention task's rows, for one key/value head */
+    int32_t segment, first_row, num_rows, position;
+} query_block;
+
+typedef struct {
+    pn_activations own;
+    int64_t prepared; /* number of the phase (over all steps) whose input `own` holds */
+    float *attention;
+} thread_state;
+
+typedef struct {
+    pn_pool *pool;
+    const pn_model *model;
+    const pn_cache *cache;
+    const pn_batch *batch;
+    int32_t capacity, block_capacity; /* rows; query blocks */
+    int64_t first_phase;              /* phases of earlier steps */
+    int32_t num_blocks, most_inputs;
+    int64_t qkv_stride, attended_stride, inner_stride;
+    float *hidden, *qkv, *attended, *inner, *block_out, *picked_hidden, *picked_attended;
+    pn_activations shared;
+    int64_t *places; /* of each row, in the pool */
+    query_block *blocks;
+    phase *phases;
+    int32_t *num_tasks;
+    int64_t *phase_ns;
+    thread_state *threads;
+    int is_profiling;
+    int64_t kind_ns[NUM_KINDS];
+} pn_session;
+
+static void *take(int64_t num_bytes) {
+    int64_t rounded = (num_bytes + PN_ALIGNMENT) / PN_ALIGNMENT * PN_ALIGNMENT;
+    return aligned_alloc(PN_ALIGNMENT, (size_t)rounded);
+}
+
+static int round_up(int value, int to) { return (value + to - 1) / to * to; }
+static int largest_of(int a, int b) { return a > b ? a : b; }
+static int smallest_of(int a, int b) { return a < b ? a : b; }
+
+/* ---- sessions ---------------------------------------------------------------------------- */
+
+static void release_rows(pn_session *s) {
+    void *all[] = {s->hidden, s->qkv, s->attended, s->inner, s->block_out, s->picked_hidden,
+                   s->picked_attended, s->shared.codes, s->shared.meta, s->places};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    s->hidden = s->qkv = s->attended = s->inner = s->block_out = NULL;
+    s->picked_hidden = s->picked_attended = s->shared.meta = NULL;
+    s->shared.codes = NULL;
+    s->places = NULL;
+    s->capacity = 0;
+}
+
+static int reserve_rows(pn_session *s, int num_rows) {
+    if (num_rows <= s->capacity) return 1;
+    release_rows(s);
+    int64_t rows = round_up(num_rows, PN_ROW_BLOCK);
+    int64_t hidden = s->model->hidden_size, groups = s->most_inputs / PN_GROUP;
+    s->hidden = take(rows * hidden * 4);
+    s->picked_hidden = take(rows * hidden * 4);
+    s->block_out = take(rows * hidden * 4);
+    s->qkv = take(rows * s->qkv_stride * 4);
+    s->attended = take(rows * s->attended_stride * 4);
+    s->picked_attended = take(rows * s->attended_stride * 4);
+    s->inner = take(rows * s->inner_stride * 4);
+    s->places = take(rows * 8);
+    s->shared.codes = take(pn_code_bytes((int)rows, (int)groups));
+    s->shared.meta = take(pn_meta_floats((int)rows, (int)groups) * 4);
+    if (!s->hidden || !s->picked_hidden || !s->block_out || !s->qkv || !s->attended ||
+        !s->picked_attended || !s->inner || !s->places || !s->shared.codes || !s->shared.meta) {
+        release_rows(s);
+        return 0;
+    }
+    s->capacity = (int32_t)rows;
+    return 1;
+}
+
+static int reserve_blocks(pn_session *s, int num_blocks) {
+    if (num_blocks <= s->block_capacity) return 1;
+    free(s->blocks);
+    s->blocks = take(2LL * num_blocks * (int64_t)sizeof *s->blocks);
+    s->block_capacity = s->blocks ? 2 * num_blocks : 0;
+    return s->blocks != NULL;
+}
+
+PN_EXPORT void pn_session_destroy(pn_session *s) {
+    if (!s) return;
+    release_rows(s);
+    for (int i = 0; s->threads && i < pn_pool_threads(s->pool); i++) {
+        free(s->threads[i].own.codes);
+        free(s->threads[i].own.meta);
+        free(s->threads[i].attention);
+    }
+    free(s->threads);
+    free(s->blocks);
+    free(s->phases);
+    free(s->num_tasks);
+    free(s->phase_ns);
+    free(s);
+}
+
+/* `pool` and `model` must outlive the session. NULL without memory. */
+PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
+    pn_session *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    s->pool = pool;
+    s->model = model;
+    int query_size = model->num_heads * model->head_dim;
+    int kv_size = model->num_kv_heads * model->head_dim;
+    s->qkv_stride = round_up(query_size + 2 * kv_size, PN_TILE);
+    s->attended_stride = query_size;
+    s->inner_stride = round_up(model->inner_size, PN_TILE);
+    s->most_inputs = round_up(
+        largest_of(model->hidden_size, largest_of(query_size, model->inner_size)), PN_GROUP);
+    int most_phases = model->num_layers * MAX_PHASES_A_LAYER + 8;
+    s->phases = calloc((size_t)most_phases, sizeof *s->phases);
+    s->num_tasks = calloc((size_t)most_phases, sizeof *s->num_tasks);
+    s->phase_ns = calloc((size_t)most_phases, sizeof *s->phase_ns);
+    int num_threads = pn_pool_threads(pool);
+    s->threads = calloc((size_t)num_threads, sizeof *s->threads);
+    if (!s->phases || !s->num_tasks || !s->phase_ns || !s->threads) {
+        pn_session_destroy(s);
+        return NULL;
+    }
+    for (int i = 0; i < num_threads; i++) {
+        thread_state *thread = &s->threads[i];
+        int groups = s->most_inputs / PN_GROUP;
+        thread->prepared = -1;
+        thread->own.codes = take(pn_code_bytes(OWN_COPY_ROWS, groups));
+        thread->own.meta = take(pn_meta_floats(OWN_COPY_ROWS, groups) * 4);
+        thread->attention = take(pn_attention_scratch(model->head_dim) * 4);
+        if (!thread->own.codes || !thread->own.meta || !thread->attention) {
+            pn_session_destroy(s);
+            return NULL;
+        }
+    }
+    return s;
+}
+
+/* ---- tasks ------------------------------------------------------------------------------- */
+
+static void embed(pn_session *s, int row) {
+    const pn_model *m = s->model;
+    float *out = s->hidden + (int64_t)row * m->hidden_size;
+    int64_t token = s->batch->token_ids[row], first = token * m->hidden_size;
+    if (!m->embedding) {
+        pn_matrix_row(&m->embedding_matrix, (int)token, out);
+    } else if (m->embedding_type == PN_F32) {
+        memcpy(out, (const float *)m->embedding + first, sizeof(float) * m->hidden_size);
+    } else {
+        const uint16_t *from = (const uint16_t *)m->embedding + first;
+        int is_bf16 = m->embedding_type == PN_BF16;
+        for (int i = 0; i < m->hidden_size; i++)
+            out[i] = is_bf16 ? bf16_to_float(from[i]) : half_to_float(from[i]);
+    }
+    if (m->embedding_scale != 1.0f)
+        for (int i = 0; i < m->hidden_size; i++) out[i] *= m->embedding_scale;
+}
+
+static void rotate(pn_session *s, const pn_layer *layer, int layer_index, int row) {
+    const pn_model *m = s->model;
+    const pn_batch *batch = s->batch;
+    int segment = 0, first = 0;
+    while (row >= first + batch->segments[3 * segment + 1]) first += batch->segments[3 * segment++ + 1];
+    int64_t position = batch->segments[3 * segment] + row - first;
+    const float *rotation = layer->rotations + position * m->head_dim;
+    float *query = s->qkv + row * s->qkv_stride;
+    float *key = query + m->num_heads * m->head_dim;
+    pn_rotate_row(query, m->num_heads, m->head_dim, rotation, layer->query_norm, m->rms_eps,
+                  m->score_scale);
+    pn_rotate_row(key, m->num_kv_heads, m->head_dim, rotation, layer->key_norm, m->rms_eps, 1.0f);
+    pn_store_kv(s->cache, layer_index, m->num_kv_heads, m->head_dim, s->places[row], key);
+}
+
+static void attend(pn_session *s, const pn_layer *layer, int layer_index, int task, int thread) {
+    const pn_model *m = s->model;
+    const query_block *block = &s->blocks[task / m->num_kv_heads];
+    int kv_head = task % m->num_kv_heads, group = m->num_heads / m->num_kv_heads;
+    pn_attention call = {
+        .cache = s->cache,
+        .block_ids = s->batch->block_ids + s->batch->segments[3 * block->segment + 2],
+        .layer = layer_index, .kv_head = kv_head, .num_kv_heads = m->num_kv_heads,
+        .num_heads = m->num_heads, .head_dim = m->head_dim, .window = layer->window,
+        .softcap = m->attention_softcap,
+    };
+    int64_t head = (int64_t)kv_head * group * m->head_dim;
+    pn_attend(&call, s->qkv + block->first_row * s->qkv_stride + head, s->qkv_stride,
+              block->position, block->num_rows,
+              s->attended + block->first_row * s->attended_stride + head, s->attended_stride,
+              s->threads[thread].attention);
+}
+
+/* Rows beyond the last attention that nobody asks for are dropped. */
+static void gather_rows(pn_session *s) {
+    const pn_batch *batch = s->batch;
+    int64_t hidden = s->model->hidden_size;
+    for (int i = 0; i < batch->num_logits; i++) {
+        int64_t row = batch->logit_rows[i];
+        memcpy(s->picked_hidden + i * hidden, s->hidden + row * hidden, sizeof(float) * hidden);
+        memcpy(s->picked_attended + i * s->attended_stride, s->attended + row * s->attended_stride,
+               sizeof(float) * s->attended_stride);
+    }
+}
+
+static void add_normed(pn_session *s, const float *norm, int row, float *hidden) {
+    int size = s->model->hidden_size;
+    float *from = s->block_out + (int64_t)row * size, *to = hidden + (int64_t)row * size;
+    pn_rms_norm(from, norm, size, s->model->rms_eps, from);
+    for (int i = 0; i < size; i++) to[i] += from[i];
+}
+
+/* What a product reads: float rows, and the norm on the way (or NULL). */
+typedef struct {
+    const float *rows;
+    int64_t stride;
+    int num_in;
+    const float *norm;
+} product_input;
+
+static int is_picked(const pn_session *s, const phase *p) {
+    return p->layer == s->model->num_layers - 1 && p->kind > GATHER;
+}
+
+static product_input input_of(const pn_session *s, const phase *p) {
+    const pn_model *m = s->model;
+    const pn_layer *layer = &m->layers[p->layer];
+    const float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
+    const float *attended = is_picked(s, p) ? s->picked_attended : s->attended;
+    switch (p->kind) {
+    case NORM_ATTENTION: case QUERY_KEY_VALUE:
+        return (product_input){hidden, m->hidden_size, m->hidden_size, layer->attention_norm};
+    case QUANTIZE_ATTENDED: case ATTENTION_OUTPUT:
+        return (product_input){attended, s->attended_stride, m->num_heads * m->head_dim, NULL};
+    case NORM_FFN: case GATE_UP:
+        return (product_input){hidden, m->hidden_size, m->hidden_size, layer->ffn_norm};
+    case QUANTIZE_INNER: case DOWN:
+        return (product_input){s->inner, s->inner_stride, m->inner_size, NULL};
+    default:
+        return (product_input){hidden, m->hidden_size, m->hidden_size, m->final_norm};
+    }
+}
+
+static void quantize(const pn_session *s, const phase *p, int first_row, int end_row,
+                     pn_activations to) {
+    product_input in = input_of(s, p);
+    to.num_groups = round_up(in.num_in, PN_GROUP) / PN_GROUP;
+    to.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
+    pn_quantize_rows(in.rows, in.stride, in.num_in, in.norm, s->model->rms_eps, first_row, end_row,
+                     &to);
+}
+
+static const pn_matrix *matrix_of(const pn_model *m, const phase *p) {
+    const pn_layer *layer = &m->layers[p->layer];
+    switch (p->kind) {
+    case QUERY_KEY_VALUE: return &layer->query_key_value;
+    case ATTENTION_OUTPUT: return &layer->attention_output;
+    case GATE_UP: return &layer->gate_up;
+    case DOWN: return &layer->down;
+    default: return &m->head;
+    }
+}
+
+static pn_epilogue epilogue_of(const pn_session *s, const phase *p) {
+    const pn_model *m = s->model;
+    float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
+    const pn_layer *layer = &m->layers[p->layer];
+    pn_epilogue add = {hidden, m->hidden_size, PN_ADD, 0, 0};
+    pn_epilogue keep = {s->block_out, m->hidden_size, PN_STORE, 0, 0};
+    switch (p->kind) {
+    case QUERY_KEY_VALUE: return (pn_epilogue){s->qkv, s->qkv_stride, PN_STORE, 0, 0};
+    case ATTENTION_OUTPUT: return layer->attention_post_norm ? keep : add;
+    case GATE_UP:
+        return (pn_epilogue){s->inner, s->inner_stride, PN_GATED, m->activation, 0};
+    case DOWN: return layer->ffn_post_norm ? keep : add;
+    default:
+        return (pn_epilogue){s->batch->logits, m->vocab_size, PN_STORE, 0, m->logit_softcap};
+    }
+}
+
+static void multiply(pn_session *s, int number, int task, int thread) {
+    const phase *p = &s->phases[number];
+    const pn_matrix *matrix = matrix_of(s->model, p);
+    pn_activations input = s->shared;
+    if (p->num_rows <= OWN_COPY_ROWS) {
+        thread_state *own = &s->threads[thread];
+        input = own->own;
+        if (own->prepared != s->first_phase + number) {
+            quantize(s, p, 0, p->num_rows, input);
+            own->prepared = s->first_phase + number;
+        }
+    }
+    input.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
+    pn_epilogue epilogue = epilogue_of(s, p);
+    int first = task * p->tiles_a_task;
+    pn_matmul_tiles(matrix, &input, p->num_rows, first,
+                    smallest_of(first + p->tiles_a_task, matrix->num_tiles), &epilogue);
+}
+
+static void run_task(void *context, int number, int task, int thread) {
+    pn_session *s = context;
+    const phase *p = &s->phases[number];
+    const pn_layer *layer = &s->model->layers[p->layer];
+    float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
+    int first = task * PN_ROW_BLOCK, end = smallest_of(first + PN_ROW_BLOCK, p->num_rows);
+    switch (p->kind) {
+    case EMBED:
+        for (int row = first; row < end; row++) embed(s, row);
+        break;
+    case ROTATE:
+        for (int row = first; row < end; row++) rotate(s, layer, p->layer, row);
+        break;
+    case ATTEND: attend(s, layer, p->layer, task, thread); break;
+    case GATHER: gather_rows(s); break;
+    case ADD_ATTENTION:
+        for (int row = first; row < end; row++)
+            add_normed(s, layer->attention_post_norm, row, hidden);
+        break;
+    case ADD_FFN:
+        for (int row = first; row < end; row++) add_normed(s, layer->ffn_post_norm, row, hidden);
+        break;
+    case NORM_ATTENTION: case NORM_FFN: case NORM_FINAL: case QUANTIZE_ATTENDED:
+    case QUANTIZE_INNER: quantize(s, p, first, end, s->shared); break;
+    default: multiply(s, number, task, thread); break;
+    }
+}
+
+/* ---- the list of phases ------------------------------------------------------------------ */
+
+static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int num_rows) {
+    phase *p = &s->phases[count];
+    *p = (phase){kind, layer, num_rows, 0};
+    int num_threads = pn_pool_threads(s->pool);
+    switch (kind) {
+    case QUERY_KEY_VALUE: case ATTENTION_OUTPUT: case GATE_UP: case DOWN: case HEAD: {
+        int num_tiles = matrix_of(s->model, p)->num_tiles;
+        int tasks = num_threads == 1 ? 1 : num_threads * TASKS_A_THREAD;
+        int tiles = largest_of((num_tiles + tasks - 1) / tasks, 1);
+        if (num_rows > PN_ROW_BLOCK) tiles = smallest_of(tiles, 16); /* stay in the L2 cache */
+        if (kind == GATE_UP) tiles = round_up(tiles, 2);
+        p->tiles_a_task = tiles;
+        s->num_tasks[count] = (num_tiles + tiles - 1) / tiles;
+        break;
+    }
+    case ATTEND: s->num_tasks[count] = s->num_blocks * s->model->num_kv_heads; break;
+    case GATHER: s->num_tasks[count] = 1; break;
+    default: s->num_tasks[count] = (num_rows + PN_ROW_BLOCK - 1) / PN_ROW_BLOCK; break;
+    }
+    return count + 1;
+}
+
+static int add_product(pn_session *s, int count, phase_kind prepare, phase_kind product, int layer,
+                       int num_rows) {
+    if (num_rows > OWN_COPY_ROWS) count = add_phase(s, count, prepare, layer, num_rows);
+    return add_phase(s, count, product, layer, num_rows);
+}
+
+static int list_phases(pn_session *s) {
+    const pn_model *m = s->model;
+    int num_rows = s->batch->num_rows, count = add_phase(s, 0, EMBED, 0, num_rows);
+    for (int l = 0; l < m->num_layers; l++) {
+        const pn_layer *layer = &m->layers[l];
+        count = add_product(s, count, NORM_ATTENTION, QUERY_KEY_VALUE, l, num_rows);
+        count = add_phase(s, count, ROTATE, l, num_rows);
+        if (l == m->num_layers - 1) {
+            num_rows = s->batch->num_logits;
+            if (num_rows == 0) break; /* keys and values were all that was wanted */
+        }
+        count = add_phase(s, count, ATTEND, l, num_rows);
+        if (l == m->num_layers - 1) count = add_phase(s, count, GATHER, l, num_rows);
+        count = add_product(s, count, QUANTIZE_ATTENDED, ATTENTION_OUTPUT, l, num_rows);
+        if (layer->attention_post_norm) count = add_phase(s, count, ADD_ATTENTION, l, num_rows);
+        count = add_product(s, count, NORM_FFN, GATE_UP, l, num_rows);
+        count = add_product(s, count, QUANTIZE_INNER, DOWN, l, num_rows);
+        if (layer->ffn_post_norm) count = add_phase(s, count, ADD_FFN, l, num_rows);
+    }
+    if (num_rows > 0) count = add_product(s, count, NORM_FINAL, HEAD, m->num_layers - 1, num_rows);
+    return count;
+}
+
+/* Where rows lie in the pool, and the attention tasks. 0 without memory. */
+static int place_rows(pn_session *s) {
+    const pn_batch *batch = s->batch;
+    int rows_a_block = pn_attention_rows(s->model->num_heads / s->model->num_kv_heads);
+    int num_blocks = 0, block_size = s->cache->block_size;
+    for (int i = 0; i < batch->num_segments; i++)
+        num_blocks += (batch->segments[3 * i + 1] + rows_a_block - 1) / rows_a_block;
+    if (!reserve_blocks(s, num_blocks)) return 0;
+    s->num_blocks = 0;
+    int row = 0;
+    for (int i = 0; i < batch->num_segments; i++) {
+        const int32_t *segment = batch->segments + 3 * i, *ids = batch->block_ids + segment[2];
+        for (int j = 0; j < segment[1]; j += rows_a_block) {
+            int rows = smallest_of(rows_a_block, segment[1] - j);
+            s->blocks[s->num_blocks++] = (query_block){i, row + j, rows, segment[0] + j};
+        }
+        for (int j = 0; j < segment[1]; j++, row++) {
+            int at = segment[0] + j;
+            s->places[row] = (int64_t)ids[at / block_size] * block_size + at % block_size;
+        }
+    }
+    return 1;
+}
+
+/* Every index that the step will follow lies within its array. */
+static pn_result check(const pn_model *m, const pn_cache *cache, const pn_batch *batch) {
+    int64_t num_rows = 0, num_blocks = cache->num_positions / cache->block_size;
+    for (int i = 0; i < batch->num_segments; i++) {
+        int32_t start = batch->segments[3 * i], length = batch->segments[3 * i + 1];
+        const int32_t *ids = batch->block_ids + batch->segments[3 * i + 2];
+        if (start < 0 || length < 1 || (int64_t)start + length > m->max_context)
+            return PN_BAD_SEGMENT;
+        for (int b = 0; b <= (start + length - 1) / cache->block_size; b++)
+            if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;
+        num_rows += length;
+    }
+    if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
+    for (int i = 0; i < batch->num_rows; i++)
+        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->vocab_size) return PN_BAD_TOKEN;
+    for (int i = 0; i < batch->num_logits; i++)
+        if (batch->logit_rows[i] < 0 || batch->logit_rows[i] >= num_rows) return PN_BAD_LOGIT_ROW;
+    return PN_DONE;
+}
+
+/* Runs one step; unless the result is PN_DONE, nothing was written. */
+PN_EXPORT int pn_forward(pn_session *s, const pn_cache *cache, const pn_batch *batch) {
+    pn_result result = check(s->model, cache, batch);
+    if (result != PN_DONE) return result;
+    s->cache = cache;
+    s->batch = batch;
+    if (!reserve_rows(s, largest_of(batch->num_rows, batch->num_logits)) || !place_rows(s))
+        return PN_NO_MEMORY;
+    int num_phases = list_phases(s);
+    if (s->is_profiling) memset(s->phase_ns, 0, sizeof(int64_t) * num_phases);
+    pn_pool_run(s->pool, num_phases, s->num_tasks, run_task, s,
+                s->is_profiling ? s->phase_ns : NULL);
+    s->first_phase += num_phases;
+    for (int i = 0; s->is_profiling && i < num_phases; i++)
+        s->kind_ns[s->phases[i].kind] += s->phase_ns[i];
+    return PN_DONE;
+}
+
+/* From now on (or no more) time is added up by kind of phase, in nanoseconds, see phase_kind. */
+PN_EXPORT const int64_t *pn_session_profile(pn_session *s, int is_on) {
+    s->is_profiling = is_on;
+    memset(s->kind_ns, 0, sizeof s->kind_ns);
+    return s->kind_ns;
+}

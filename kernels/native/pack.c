@@ -1,0 +1,117 @@
+/* Weights into the packed form of parley.h, and single rows out of it (embeddings). */
+#define _GNU_SOURCE
+#include "parley.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+/* Memory for packed weights, zeroed, in huge pages where the system has them: a step reads all of
+ * it in order, and 4 KiB pages cost a sixth of the bandwidth. NULL when there is none. */
+PN_EXPORT void *pn_memory_map(int64_t num_bytes) {
+    const uintptr_t huge = 2 << 20;
+    size_t size = (size_t)num_bytes + huge;
+    void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return NULL;
+    /* Keep the aligned part, give back what is before and behind it. */
+    uintptr_t start = (uintptr_t)mapped, aligned = (start + huge - 1) / huge * huge;
+    if (aligned > start) munmap(mapped, aligned - start);
+    size_t behind = start + huge - aligned;
+    if (behind > 0) munmap((void *)(aligned + (size_t)num_bytes), behind);
+#ifdef MADV_HUGEPAGE
+    madvise((void *)aligned, (size_t)num_bytes, MADV_HUGEPAGE);
+#endif
+    return (void *)aligned;
+}
+
+/* `num_bytes` as it was mapped, a multiple of the page size. */
+PN_EXPORT void pn_memory_unmap(void *memory, int64_t num_bytes) {
+    munmap(memory, (size_t)num_bytes);
+}
+
+static uint16_t float_to_half(float value) { /* nearest, ties to even */
+    union { float value; uint32_t bits; } u = {.value = value}, magic = {.bits = 0};
+    uint32_t sign = (u.bits >> 16) & 0x8000, body = u.bits & 0x7fffffff;
+    if (body >= 0x47800000) return (uint16_t)(sign | (body > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (body < 0x38800000) { /* subnormal: let float addition round at 2^-24 */
+        u.bits = body;
+        magic.value = 0.5f;
+        u.value += magic.value;
+        return (uint16_t)(sign | (u.bits - 0x3f000000));
+    }
+    body += 0xfff + ((body >> 13) & 1);
+    return (uint16_t)(sign | ((body - 0x38000000) >> 13));
+}
+
+/* Rows [first_row, first_row + num_rows) of the matrix: codes [num_rows][num_in], scale and zero
+ * (or NULL) [num_rows][num_groups] already divided by post_scale. Row r goes to packed row
+ * first_row + (r / PN_TILE * tile_step * PN_TILE) + r % PN_TILE: tile_step 2 interleaves two
+ * matrices tile by tile. `data` must be zero before the first call. */
+PN_EXPORT void pn_pack_rows(uint8_t *data, int bits, int flags, const uint8_t *codes,
+                            const float *scale, const float *zero, int num_rows, int num_in,
+                            int num_groups, int first_row, int tile_step) {
+    int code_bytes = bits == 4 ? 128 : 256;
+    int record_bytes = code_bytes + (flags & PN_HAS_ZERO ? 32 : 16);
+    for (int r = 0; r < num_rows; r++) {
+        int64_t row = first_row + (int64_t)(r / PN_TILE) * tile_step * PN_TILE + r % PN_TILE;
+        int lane = (int)(row % PN_TILE);
+        uint8_t *record = data + row / PN_TILE * num_groups * record_bytes;
+        const uint8_t *from = codes + (int64_t)r * num_in;
+        for (int g = 0; g < num_groups; g++, record += record_bytes) {
+            int left = num_in - g * PN_GROUP;
+            for (int k = 0; k < PN_GROUP && k < left; k++) {
+                uint8_t code = from[g * PN_GROUP + k];
+                if (bits == 4) {
+                    uint8_t *byte = record + (k / 8) * 32 + lane * 4 + k % 4;
+                    *byte |= (uint8_t)((code & 15) << (k & 4));
+                } else {
+                    record[(k / 4) * 32 + lane * 4 + k % 4] = code;
+                }
+            }
+            uint16_t *scales = (uint16_t *)(record + code_bytes);
+            int64_t at = (int64_t)r * num_groups + g;
+            scales[lane] = float_to_half(scale[at]);
+            if (flags & PN_HAS_ZERO) scales[PN_TILE + lane] = float_to_half(zero[at]);
+        }
+    }
+}
+
+/* Row `row` as floats [num_in]. */
+void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
+    int lane = row % PN_TILE, code_bytes = matrix->bits == 4 ? 128 : 256;
+    const uint8_t *record = matrix->data + (int64_t)(row / PN_TILE) * matrix->num_groups *
+                                               matrix->record_bytes;
+    for (int g = 0; g < matrix->num_groups; g++, record += matrix->record_bytes) {
+        const uint16_t *scales = (const uint16_t *)(record + code_bytes);
+        float scale = half_to_float(scales[lane]);
+        float zero = matrix->flags & PN_HAS_ZERO ? half_to_float(scales[PN_TILE + lane]) : 0.0f;
+        int left = matrix->num_in - g * PN_GROUP;
+        for (int k = 0; k < PN_GROUP && k < left; k++) {
+            int code;
+            if (matrix->bits == 4) {
+                code = record[(k / 8) * 32 + lane * 4 + k % 4] >> (k & 4) & 15;
+            } else {
+                code = record[(k / 4) * 32 + lane * 4 + k % 4];
+            }
+            out[g * PN_GROUP + k] =
+                (((float)code - matrix->offset) * scale + zero) * matrix->post_scale;
+        }
+    }
+}
+
+/* Sizes of the structures, so that the caller's declarations can be checked. */
+PN_EXPORT int64_t pn_layout(int index) {
+    const int64_t sizes[] = {sizeof(pn_matrix), sizeof(pn_layer), sizeof(pn_model),
+                             sizeof(pn_cache), sizeof(pn_batch), sizeof(pn_epilogue)};
+    return index >= 0 && index < (int)(sizeof sizes / sizeof *sizes) ? sizes[index] : -1;
+}
+
+/* What the products were compiled for. */
+PN_EXPORT const char *pn_instructions(void) {
+#if defined(PN_VNNI)
+    return "AVX2 with VNNI";
+#elif defined(PN_AVX2)
+    return "AVX2";
+#else
+    return "portable C";
+#endif
+}

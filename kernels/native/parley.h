@@ -1,0 +1,269 @@
+/* Shared declarations of the compiled forward pass: data layouts, vector helpers, entry points.
+ *
+ * Portable C11 with the vector extensions that GCC and Clang share. Where a function has a form for
+ * AVX2 (and VNNI), the portable form beside it means the same; -DPARLEY_SCALAR selects it.
+ *
+ * Packed matrix [N, K]: tiles of 8 outputs; in a tile one record for each group of 32 inputs:
+ *
+ *   4 bits  | 128 bytes of codes | float16 scale[8] | float16 zero[8], only with PN_HAS_ZERO |
+ *   8 bits  | 256 bytes of codes | float16 scale[8] | float16 zero[8], only with PN_HAS_ZERO |
+ *
+ * 4 bits: byte b of lane n (4 bytes a lane, 8 lanes) of vector v = 0..3 holds input 8v + b of
+ * output n in its low half and input 8v + 4 + b in its high half. 8 bits: vector v = 0..7 holds
+ * input 4v + b. A weight is ((code - offset) * scale + zero) * post_scale.
+ *
+ * Quantised activations: blocks of up to 16 rows (`pitch` rows apart), in a block one record for
+ * each group: codes int8 [pitch][32] and meta float [pitch][4] = scale, sum of codes, their
+ * product, unused. Value = code * scale.
+ */
+#ifndef PARLEY_H
+#define PARLEY_H
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(PARLEY_SCALAR) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define PN_AVX2 1
+#include <immintrin.h>
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define PN_VNNI 1
+#define PN_DPBUSD _mm256_dpbusd_epi32
+#elif defined(__AVXVNNI__)
+#define PN_VNNI 1
+#define PN_DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+#endif
+
+#define PN_EXPORT __attribute__((visibility("default")))
+#define PN_TILE 8
+#define PN_GROUP 32
+#define PN_ROW_BLOCK 16
+#define PN_ALIGNMENT 64
+
+/* ---- vectors of 8 floats --------------------------------------------------------------- */
+
+typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t s8 __attribute__((vector_size(32)));
+typedef float f8_unaligned __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t s8_unaligned __attribute__((vector_size(32), aligned(4), may_alias));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define PN_SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#define PN_SHUFFLE_2(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PN_SHUFFLE(v, ...) __builtin_shuffle(v, (s8){__VA_ARGS__})
+#define PN_SHUFFLE_2(a, b, ...) __builtin_shuffle(a, b, (s8){__VA_ARGS__})
+#endif
+
+static inline f8 f8_load(const float *from) { return *(const f8_unaligned *)from; }
+static inline void f8_store(float *to, f8 value) { *(f8_unaligned *)to = value; }
+static inline f8 f8_all(float value) {
+    return (f8){value, value, value, value, value, value, value, value};
+}
+static inline f8 f8_max(f8 a, f8 b) { /* b where either is NaN */
+#ifdef PN_AVX2
+    return _mm256_max_ps(a, b);
+#else
+    s8 pick = a > b;
+    return (f8)(((s8)a & pick) | ((s8)b & ~pick));
+#endif
+}
+/* Magnitudes compare as their bits do, and NaN's are above infinity's: here NaN wins. */
+static inline s8 f8_magnitude(f8 a) { return (s8)a & 0x7fffffff; }
+static inline s8 s8_max(s8 a, s8 b) {
+#ifdef PN_AVX2
+    return (s8)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    s8 pick = a > b;
+    return (a & pick) | (b & ~pick);
+#endif
+}
+static inline float largest_magnitude(s8 a) {
+    a = s8_max(a, PN_SHUFFLE(a, 4, 5, 6, 7, 0, 1, 2, 3));
+    a = s8_max(a, PN_SHUFFLE(a, 2, 3, 0, 1, 6, 7, 4, 5));
+    a = s8_max(a, PN_SHUFFLE(a, 1, 0, 3, 2, 5, 4, 7, 6));
+    return ((f8)a)[0];
+}
+static inline float f8_sum(f8 a) {
+#ifdef PN_AVX2
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
+    return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+#endif
+}
+static inline float f8_largest(f8 a) {
+    f8 b = f8_max(a, PN_SHUFFLE(a, 4, 5, 6, 7, 0, 1, 2, 3));
+    b = f8_max(b, PN_SHUFFLE(b, 2, 3, 0, 1, 6, 7, 4, 5));
+    return f8_max(b, PN_SHUFFLE(b, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+}
+/* Nearest integer of |a| < 2^22, ties to even: adding 1.5 * 2^23 leaves it in the low bits. */
+static inline s8 f8_nearest(f8 a) { return (s8)(a + 12582912.0f) - 0x4b400000; }
+
+/* exp to about 2 units in the last place: 2^n times a polynomial (Cephes' coefficients).
+ * 0 below -87, exp(88) above 88, NaN for NaN. */
+static inline f8 f8_exp(f8 x) {
+    s8 is_tiny = x < -87.0f, is_huge = x > 88.0f;
+    x = f8_max(f8_all(-87.0f), x); /* in this order NaN passes */
+    x = (f8)(((s8)x & ~is_huge) | ((s8)f8_all(88.0f) & is_huge));
+    s8 whole = f8_nearest(x * 1.44269504f);
+    f8 n = __builtin_convertvector(whole, f8);
+    f8 r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    f8 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    f8 power = (f8)((whole + 127) << 23);
+    return (f8)((s8)(p * power) & ~is_tiny);
+}
+static inline f8 f8_tanh(f8 x) {
+    f8 e = f8_exp(f8_max(f8_all(-80.0f), x + x));
+    s8 is_large = x > 20.0f; /* 1 to float32's precision; keeps e finite */
+    f8 t = (e - 1.0f) / (e + 1.0f);
+    return (f8)(((s8)t & ~is_large) | ((s8)f8_all(1.0f) & is_large));
+}
+
+static inline float half_to_float(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, body = half & 0x7fff;
+    union { uint32_t bits; float value; } u = {.bits = body << 13};
+    if (body >= 0x7c00) {
+        u.bits |= 0x7f800000;
+    } else {
+        u.value *= 0x1p112f; /* moves the exponent's bias; exact, subnormals too */
+    }
+    u.bits |= sign;
+    return u.value;
+}
+static inline f8 f8_from_half(const uint16_t *from) {
+#ifdef PN_AVX2
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    f8 result;
+    for (int i = 0; i < 8; i++) result[i] = half_to_float(from[i]);
+    return result;
+#endif
+}
+static inline float bf16_to_float(uint16_t value) {
+    union { uint32_t bits; float value; } u = {.bits = (uint32_t)value << 16};
+    return u.value;
+}
+static inline uint16_t float_to_bf16(float value) { /* nearest, ties to even; NaN stays NaN */
+    union { float value; uint32_t bits; } u = {.value = value};
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
+}
+
+/* ---- data ------------------------------------------------------------------------------ */
+
+enum { PN_HAS_ZERO = 1 };
+enum { PN_F32 = 0, PN_BF16 = 1, PN_INT8 = 2, PN_F16 = 3 };
+enum { PN_SILU = 0, PN_GELU_TANH = 1 };
+typedef enum {
+    PN_DONE, PN_NO_MEMORY, PN_BAD_TOKEN, PN_BAD_LOGIT_ROW, PN_BAD_BLOCK, PN_BAD_SEGMENT
+} pn_result;
+
+typedef struct {
+    const uint8_t *data;
+    const float *bias; /* [num_out] or NULL */
+    int32_t num_out, num_in;
+    int32_t num_tiles, num_groups;
+    int32_t bits, flags;
+    int32_t record_bytes;
+    float offset, post_scale;
+} pn_matrix;
+
+typedef struct {
+    pn_matrix query_key_value, attention_output, gate_up, down; /* gate_up: tiles alternate */
+    const float *attention_norm, *ffn_norm;
+    const float *attention_post_norm, *ffn_post_norm; /* NULL: none */
+    const float *query_norm, *key_norm;               /* NULL: none */
+    const float *rotations; /* [positions][head_dim / 2][cos, sin] */
+    int32_t window;         /* 0: sees everything before */
+    int32_t reserved;
+} pn_layer;
+
+typedef struct {
+    const pn_layer *layers;
+    const float *final_norm;
+    const void *embedding; /* [vocab][hidden] of embedding_type, or NULL: rows of embedding_matrix */
+    pn_matrix embedding_matrix, head;
+    int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, inner_size, vocab_size;
+    int32_t max_context, embedding_type, activation;
+    float rms_eps, embedding_scale, score_scale, attention_softcap, logit_softcap; /* cap 0: none */
+} pn_model;
+
+typedef struct {
+    void *data;    /* [layers][2 * kv_heads][num_positions][head_dim] */
+    float *scales; /* [layers][2 * kv_heads][num_positions], int8 only */
+    int64_t num_positions;
+    int32_t type, block_size;
+} pn_cache;
+
+typedef struct {
+    const int64_t *token_ids;  /* [num_rows] */
+    const int64_t *logit_rows; /* [num_logits] */
+    const int32_t *segments;   /* [num_segments][3]: start, length, first entry in block_ids */
+    const int32_t *block_ids;
+    float *logits; /* [num_logits][vocab_size] */
+    int32_t num_rows, num_logits, num_segments, reserved;
+} pn_batch;
+
+typedef struct {
+    int8_t *codes;
+    float *meta;
+    int32_t pitch, num_groups;
+} pn_activations;
+
+/* How a product leaves the matmul. */
+enum { PN_STORE = 0, PN_ADD = 1, PN_GATED = 2 };
+typedef struct {
+    float *out;
+    int64_t stride; /* floats between rows */
+    int32_t mode, activation;
+    float softcap; /* 0: none */
+} pn_epilogue;
+
+/* ---- functions ------------------------------------------------------------------------- */
+
+typedef struct pn_pool pn_pool;
+typedef void (*pn_task_fn)(void *context, int phase, int task, int thread);
+
+PN_EXPORT pn_pool *pn_pool_create(int num_threads, int spin_us);
+PN_EXPORT void pn_pool_destroy(pn_pool *pool);
+PN_EXPORT int pn_pool_threads(const pn_pool *pool);
+void pn_pool_run(pn_pool *pool, int num_phases, const int32_t *num_tasks, pn_task_fn run,
+                 void *context, int64_t *phase_ns);
+
+void pn_quantize_rows(const float *x, int64_t stride, int num_in, const float *norm, float eps,
+                      int first_row, int end_row, pn_activations *to);
+void pn_rms_norm(const float *x, const float *weight, int size, float eps, float *out);
+int64_t pn_code_bytes(int num_rows, int num_groups);
+int64_t pn_meta_floats(int num_rows, int num_groups);
+
+void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_rows,
+                     int first_tile, int end_tile, const pn_epilogue *epilogue);
+void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
+
+typedef struct {
+    const pn_cache *cache;
+    const int32_t *block_ids;
+    int32_t layer, kv_head, num_kv_heads, num_heads, head_dim, window;
+    float softcap;
+} pn_attention;
+int64_t pn_attention_scratch(int head_dim);
+int pn_attention_rows(int group_size);
+void pn_attend(const pn_attention *call, const float *query, int64_t query_stride, int position,
+               int num_rows, float *out, int64_t out_stride, float *scratch);
+void pn_store_kv(const pn_cache *cache, int layer, int num_kv_heads, int head_dim,
+                 int64_t pool_position, const float *key_value);
+void pn_rotate_row(float *heads, int num_heads, int head_dim, const float *rotation,
+                   const float *norm, float eps, float scale);
+
+#endif

@@ -1,0 +1,176 @@
+"""Gives sequences their blocks, and shares what they have in common. No tensors here.
+
+The rule about writing: a row is written only into a block that its sequence alone holds. Where the
+prefix cache or another sequence holds it too, the sequence first gets a block of its own and a copy
+of the rows before; so nothing published ever changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llm_core.blocks import BlockPool
+from llm_core.prefix_cache import CachedBlock, PrefixCache
+from llm_core.sequence import TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first ``num_rows`` rows of ``source`` are to be copied to ``target``."""
+
+    source: int
+    target: int
+    num_rows: int
+
+
+class BlockTables:
+    """The pool, the prefix cache, and the block tables of all sequences."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.cache = PrefixCache(self.pool)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had without taking any from a sequence."""
+        return self.pool.num_free + self.cache.num_idle
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.pool.block_size)
+
+    def admit(self, sequence: TokenSequence, *, spare: int) -> list[BlockCopy] | None:
+        """Blocks for all tokens of a sequence that has none, as many of them as possible from the
+        cache; sets its computed length. Returns the copies that make it true, in order.
+
+        None, and nothing changes, unless ``spare`` blocks would be available afterwards. One token
+        at least is left to compute, since logits come from a row.
+        """
+        assert not sequence.block_ids, "admitted once"
+        match = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1, sequence.salt)
+        fresh = self.num_blocks_of(len(sequence.token_ids)) - len(match.full)
+        for entry in match.full:
+            self.cache.hold(entry.block)
+        if fresh + spare > self.num_available:
+            for entry in reversed(match.full):
+                self.cache.let_go(entry.block)
+            return None
+        sequence.block_ids = [entry.block for entry in match.full]
+        sequence.block_keys = [entry.key for entry in match.full if entry.key is not None]
+        sequence.computed_len = len(match.full) * self.pool.block_size + match.tail_len
+        copies = [] if match.tail is None else self._start_in(match.tail, match.tail_len, sequence)
+        more = self.num_blocks_of(len(sequence.token_ids)) - len(sequence.block_ids)
+        sequence.block_ids += self._allocate(more, sequence)
+        self.cache.counts.prompt_tokens += len(sequence.token_ids)
+        self.cache.counts.hit_tokens += sequence.computed_len
+        return copies
+
+    def prepare(self, sequence: TokenSequence, end: int) -> list[BlockCopy] | None:
+        """Makes positions [computed, ``end``) of ``sequence`` writable. Returns the copies to make
+        first, in order; None, and nothing changes, when too few blocks are available."""
+        size = self.pool.block_size
+        first = sequence.computed_len // size
+        last = self.num_blocks_of(end)
+        shared = [
+            index
+            for index in range(first, min(last, len(sequence.block_ids)))
+            if self.pool.num_refs(sequence.block_ids[index]) > 1
+        ]
+        more = max(0, last - len(sequence.block_ids))
+        if len(shared) + more > self.num_available:
+            return None
+        copies = []
+        for index in shared:
+            old = sequence.block_ids[index]
+            (new,) = self._allocate(1, sequence)
+            num_rows = max(0, sequence.computed_len - index * size)
+            if num_rows > 0:
+                copies.append(BlockCopy(old, new, num_rows))
+            sequence.block_ids[index] = new
+            self.cache.let_go(old)
+        sequence.block_ids += self._allocate(more, sequence)
+        return copies
+
+    def publish(self, sequence: TokenSequence) -> None:
+        """Keeps full blocks that are computed by now. Call after the forward that wrote them."""
+        size = self.pool.block_size
+        while (len(sequence.block_keys) + 1) * size <= sequence.computed_len:
+            index = len(sequence.block_keys)
+            tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            key = self.cache.publish(sequence.block_ids[index], self._parent(sequence), tokens)
+            assert key is not None, "a full block has a key"
+            sequence.block_keys.append(key)
+
+    def publish_tail(self, sequence: TokenSequence) -> None:
+        """Keeps the computed rows of the last block too. The sequence is at its end: were it to
+        write on, it would have to copy them."""
+        size = self.pool.block_size
+        index = len(sequence.block_keys)
+        tokens = tuple(sequence.token_ids[index * size : sequence.computed_len])
+        if tokens and self.pool.num_refs(sequence.block_ids[index]) == 1:
+            self.cache.publish(sequence.block_ids[index], self._parent(sequence), tokens)
+
+    def cut(self, sequence: TokenSequence) -> None:
+        """After tokens were taken from the end: blocks behind the last token are let go, and a
+        block with fewer tokens than it had loses its key (for this sequence; the cache keeps it as
+        what it is)."""
+        keep = self.num_blocks_of(len(sequence.token_ids))
+        for block in reversed(sequence.block_ids[keep:]):
+            self.cache.let_go(block)
+        del sequence.block_ids[keep:]
+        del sequence.block_keys[sequence.computed_len // self.pool.block_size :]
+
+    def fork(self, source: TokenSequence, target: TokenSequence) -> None:
+        """Lets ``target``, which has no blocks and equal tokens, share all that is computed."""
+        assert not target.block_ids and target.token_ids == source.token_ids
+        count = self.num_blocks_of(source.computed_len)
+        target.block_ids = source.block_ids[:count]
+        target.block_keys = list(source.block_keys)
+        target.computed_len = source.computed_len
+        for block in target.block_ids:
+            self.cache.hold(block)
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Takes all blocks of a sequence; what is computed stays cached while there is room."""
+        if sequence.block_ids:
+            self.publish_tail(sequence)
+        for block in reversed(sequence.block_ids):
+            self.cache.let_go(block)
+        sequence.block_ids = []
+        sequence.block_keys = []
+        sequence.computed_len = 0
+
+    def check(self, sequences: Iterable[TokenSequence]) -> None:
+        """Asserts that pool, cache and the tables of ``sequences``, all there are, agree."""
+        held = list(self.cache.check())
+        size = self.pool.block_size
+        for sequence in sequences:
+            held += sequence.block_ids
+            assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a block twice"
+            assert sequence.computed_len <= len(sequence.block_ids) * size, "KV has a place"
+            assert len(sequence.block_ids) <= self.num_blocks_of(len(sequence.token_ids))
+            assert len(sequence.block_keys) == sequence.computed_len // size, "all full published"
+        self.pool.check(held)
+
+    def _start_in(
+        self, tail: CachedBlock, tail_len: int, sequence: TokenSequence
+    ) -> list[BlockCopy]:
+        """The block in which ``sequence`` goes on, with the first ``tail_len`` rows of ``tail``."""
+        if self.cache.take_over(tail, tail_len):
+            sequence.block_ids.append(tail.block)
+            return []
+        # The copy's target may be the evicted source itself, if no other block is to be had.
+        (block,) = self._allocate(1, sequence)
+        sequence.block_ids.append(block)
+        return [] if block == tail.block else [BlockCopy(tail.block, block, tail_len)]
+
+    def _allocate(self, count: int, sequence: TokenSequence) -> list[int]:
+        missing = count - self.pool.num_free
+        if missing > 0:
+            self.cache.evict(missing)
+        after = sequence.block_ids[-1] if sequence.block_ids else None
+        return self.pool.allocate(count, after=after)
+
+    def _parent(self, sequence: TokenSequence) -> bytes:
+        return sequence.block_keys[-1] if sequence.block_keys else self.cache.root(sequence.salt)

@@ -1,0 +1,214 @@
+"""The decoder as one call of compiled code a step: same weights, same results, no Python inside.
+
+Weights become packed codes of 4 or 8 bits with a scale for 32 inputs; those that are stored as
+floats are rounded to 8 bits. Activations are rounded to 8 bits at each product, as llama.cpp does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from kernels.native import Library, PackedMatrix
+from kernels.native import library as native
+from llm_core.batch import ForwardBatch
+from llm_core.config import ModelConfig
+from llm_core.kv_cache import KvCache
+from llm_core.quant.formats import Weight, to_float
+from llm_core.quant.grouped import to_grouped
+from llm_core.quant.native_pack import pack_gated, pack_stacked
+from llm_core.rope import rope_tables
+
+_MAX_GROUP_SIZE = 48  # query heads of one key/value head: MAX_QUERIES of attention.c
+_CACHE_TYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.int8: native.INT8}
+_FLOAT_TYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.float16: native.F16}
+_ERRORS = {
+    1: "no memory for the step's buffers",
+    2: "a token id is outside the vocabulary",
+    3: "a logit row is outside the batch",
+    4: "a block id is outside the KV pool",
+    5: "a segment is empty, beyond the context, or the row counts disagree",
+}
+
+
+def unsupported_reason(config: ModelConfig) -> str | None:
+    """Why the compiled decoder cannot run a model of this shape; None if it can."""
+    if config.head_dim % 8 != 0:
+        return f"head_dim {config.head_dim} is not a multiple of 8"
+    if config.group_size > _MAX_GROUP_SIZE:
+        return f"{config.group_size} query heads share a key/value head, at most {_MAX_GROUP_SIZE}"
+    return None
+
+
+class NativeDecoder:
+    """``Decoder`` in compiled code. ``weights`` is read once, entry by entry, and not kept."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        library: Library,
+        *,
+        num_threads: int,
+        max_context: int,
+    ) -> None:
+        """The caller has asked ``unsupported_reason``. Raises ValueError for weights that are not
+        finite, MemoryError, NativeUnavailableError if threads cannot be started."""
+        reason = unsupported_reason(config)
+        assert reason is None, reason
+        self.config = config
+        self._functions = library.functions
+        self._session = None
+        self._tensors: list[torch.Tensor] = []  # what the structures point at
+        self._matrices: list[PackedMatrix] = []
+        self._pool = library.pool(num_threads)
+        self._memory = library.memory()
+        tables = rope_tables(config, max_context)
+        rotations = [self._floats(torch.view_as_real(table)) for table in tables.tables]
+        self._layers = (native.Layer * config.num_layers)()
+        for index in range(config.num_layers):
+            self._fill_layer(weights, index)
+            self._layers[index].rotations = rotations[tables.layer_table[index]]
+        self._model = self._make_model(weights, max_context)
+        self._session = self._functions.pn_session_create(self._pool.handle, self._model)
+        if not self._session:
+            raise MemoryError("no memory for the decoder's buffers")
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of packed matrices; a decode step reads all but an untied embedding."""
+        return self._memory.num_bytes
+
+    @property
+    def weight_format(self) -> str:
+        """What the layers' weights and the head are packed as."""
+        bits = {m.struct.bits for m in self._matrices[: 4 * self.config.num_layers]}
+        layers = "/".join(f"int{b}" for b in sorted(bits))
+        head = f"int{self._model.head.bits}"
+        return layers if layers == head else f"{layers}+{head} head"
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
+        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
+
+        Raises IndexError for indices outside their range, MemoryError.
+        """
+        segments: list[int] = []
+        block_ids: list[int] = []
+        for segment in batch.segments:
+            if len(segment.block_ids) * cache.block_size < segment.end:
+                raise IndexError(f"{segment} has too few blocks for its positions")
+            segments += [segment.start, segment.length, len(block_ids)]
+            block_ids += segment.block_ids
+        segment_array = np.array(segments, dtype=np.int32)
+        block_array = np.array(block_ids, dtype=np.int32)
+        token_ids, logit_rows = batch.token_ids.contiguous(), batch.logit_rows.contiguous()
+        assert token_ids.dtype == logit_rows.dtype == torch.int64
+        logits = torch.empty(logit_rows.shape[0], self.config.vocab_size)
+        call = native.Batch(
+            token_ids.data_ptr(),
+            logit_rows.data_ptr(),
+            segment_array.ctypes.data,
+            block_array.ctypes.data,
+            logits.data_ptr(),
+            token_ids.shape[0],
+            logit_rows.shape[0],
+            len(batch.segments),
+        )
+        pool = native.Cache(
+            cache.data.data_ptr(),
+            None if cache.scales is None else cache.scales.data_ptr(),
+            cache.data.shape[2],
+            _CACHE_TYPES[cache.data.dtype],
+            cache.block_size,
+        )
+        result = self._functions.pn_forward(self._session, pool, call)
+        if result != 0:
+            raise (MemoryError if result == 1 else IndexError)(_ERRORS[result])
+        return logits
+
+    def start_profile(self) -> None:
+        """From now on time is added up by kind of phase; reading the clock costs some 20 us."""
+        self._profile = self._functions.pn_session_profile(self._session, 1)
+
+    def profile_us(self) -> dict[str, float]:
+        """Microseconds by kind of phase since ``start_profile``, of those that ran."""
+        times = {name: self._profile[i] / 1e3 for i, name in enumerate(native.PHASE_KINDS)}
+        return {name: time for name, time in times.items() if time > 0}
+
+    def __del__(self) -> None:
+        if getattr(self, "_session", None):
+            self._functions.pn_session_destroy(self._session)
+
+    def _fill_layer(self, weights: Mapping[str, Weight], index: int) -> None:
+        config, layer = self.config, self._layers[index]
+
+        def get(*names: str) -> list[Weight]:
+            return [weights[f"layers.{index}.{name}"] for name in names]
+
+        def norm(name: str) -> int:
+            return self._floats(to_float(get(name)[0]))
+
+        qkv = self._keep(pack_stacked(self._memory, get("query", "key", "value")))
+        if config.attention_bias:
+            biases = get("query_bias", "key_bias", "value_bias")
+            qkv.set_bias(torch.cat([to_float(bias) for bias in biases]))
+        layer.query_key_value = qkv.struct
+        layer.attention_output = self._keep(
+            pack_stacked(self._memory, get("attention_output"))
+        ).struct
+        layer.gate_up = self._keep(pack_gated(self._memory, *get("gate", "up"))).struct
+        layer.down = self._keep(pack_stacked(self._memory, get("down"))).struct
+        layer.attention_norm, layer.ffn_norm = norm("attention_norm"), norm("ffn_norm")
+        if config.post_norms:
+            layer.attention_post_norm = norm("attention_post_norm")
+            layer.ffn_post_norm = norm("ffn_post_norm")
+        if config.qk_norm:
+            layer.query_norm, layer.key_norm = norm("query_norm"), norm("key_norm")
+        layer.window = config.window_of(index) or 0
+
+    def _make_model(self, weights: Mapping[str, Weight], max_context: int) -> native.Model:
+        config = self.config
+        model = native.Model(
+            layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
+            final_norm=self._floats(to_float(weights["final_norm"])),
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            max_context=max_context,
+            activation={"silu": native.SILU, "gelu_tanh": native.GELU_TANH}[config.activation],
+            rms_eps=config.rms_eps,
+            embedding_scale=config.embedding_scale,
+            score_scale=config.score_scale,
+            attention_softcap=config.attention_softcap or 0.0,
+            logit_softcap=config.logit_softcap or 0.0,
+        )
+        head_name = "embedding" if config.tie_embeddings else "head"
+        model.head = self._keep(pack_stacked(self._memory, [weights[head_name]])).struct
+        if config.tie_embeddings:
+            model.embedding_matrix = model.head
+            return model
+        embedding = weights["embedding"]
+        if to_grouped(embedding) is None and isinstance(embedding, torch.Tensor):
+            kept = embedding.contiguous()
+            self._tensors.append(kept)
+            model.embedding, model.embedding_type = kept.data_ptr(), _FLOAT_TYPES[kept.dtype]
+        else:
+            model.embedding_matrix = self._keep(pack_stacked(self._memory, [embedding])).struct
+        return model
+
+    def _keep(self, matrix: PackedMatrix) -> PackedMatrix:
+        self._matrices.append(matrix)
+        return matrix
+
+    def _floats(self, values: torch.Tensor) -> int:
+        """The address of ``values`` in float32, kept as long as this object."""
+        kept = values.float().contiguous()
+        self._tensors.append(kept)
+        return kept.data_ptr()

@@ -1,0 +1,139 @@
+"""Messages to prompt tokens that fit, or a clear error. Long conversations lose their oldest turns.
+
+What is left out depends on the conversation's length in coarse steps, so that a growing one keeps
+the same beginning for many turns and its cached prefix stays of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from llm_core.chat_template import ChatTemplate
+from llm_core.errors import InvalidRequestError, PromptTooLongError
+from llm_core.messages import ChatMessage, Overflow
+from llm_core.sequence import common_prefix_len
+from llm_core.tokenizer import Tokenizer
+
+# A token of a BPE vocabulary is rarely longer; a text above this many bytes a token of context is
+# refused before time is spent on encoding it.
+_MAX_BYTES_PER_TOKEN = 64
+_DROP_STEP = 4  # turns are left out in steps of a quarter of what fits
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``num_dropped``: messages left out."""
+
+    token_ids: list[int]
+    num_dropped: int = 0
+
+
+class PromptBuilder:
+    """Renders and encodes for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, max_context: int) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._max_context = max_context
+
+    def build(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        reply_len: int,
+        overflow: Overflow = "refuse",
+    ) -> Prompt:
+        """A prompt that leaves room for ``reply_len`` tokens.
+
+        Raises InvalidRequestError, and PromptTooLongError: when refused, or when the system prompt
+        and the last turn alone are too long.
+        """
+        if overflow == "drop_oldest" and messages:
+            return self._shortened(messages, reply_len)
+        self._check_bytes(messages)
+        token_ids = self.encode(messages)
+        self._check_length(len(token_ids), reply_len)
+        return Prompt(token_ids)
+
+    def encode(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """All tokens, with the header of the reply. Raises InvalidRequestError."""
+        token_ids = self._tokenizer.encode_pieces(self._template.render(messages))
+        if not token_ids:
+            raise InvalidRequestError("messages: the prompt is empty")
+        return token_ids
+
+    def shared_prefix(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The tokens with which every conversation begins that starts with ``messages``."""
+        self._check_bytes(messages)
+        one, other = (
+            self.encode([*messages, ChatMessage(role="user", content=text)]) for text in ("A", "(")
+        )
+        return one[: common_prefix_len(one, other)]
+
+    def _shortened(self, messages: Sequence[ChatMessage], reply_len: int) -> Prompt:
+        num_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+        system, turns = list(messages[:num_system]), list(messages[num_system:])
+        if turns and turns[0].tools:  # tools stand on the first message, and must outlive it
+            system.append(ChatMessage(role="system", content="", tools=turns[0].tools))
+            turns[0] = msgspec.structs.replace(turns[0], tools=())
+        starts = [i for i, m in enumerate(turns) if m.role == "user"] or [0]
+        starts[0] = 0
+        while len(starts) > 1 and not self._has_few_bytes([*system, *turns[starts[0] :]]):
+            del starts[0]
+        limit = self._max_context - reply_len
+        token_ids = self._encode_few([*system, *turns[starts[0] :]])
+        first = starts[0]
+        if len(token_ids) > limit:
+            first += self._excess_messages(turns[first:], len(token_ids), limit, len(system))
+        for start in starts:
+            if start < first and start != starts[-1]:
+                continue
+            if start > starts[0]:
+                token_ids = self._encode_few([*system, *turns[start:]])
+            if len(token_ids) <= limit:
+                return Prompt(token_ids, start)
+        self._check_length(len(token_ids), reply_len)
+        raise AssertionError("a prompt that fits was returned")
+
+    def _excess_messages(
+        self, turns: list[ChatMessage], total_len: int, limit: int, num_system: int
+    ) -> int:
+        """How many of the oldest to leave out: at least a whole number of steps of tokens."""
+        lengths = [len(self._tokenizer.encode(message.content)) for message in turns]
+        # What the template puts around a message, about; the outcome is checked exactly.
+        frame_len = max(0, total_len - sum(lengths)) // (len(turns) + num_system + 1)
+        step = max(1, limit // _DROP_STEP)
+        excess = -(-(total_len - limit) // step) * step
+        index = 0
+        while excess > 0 and index < len(turns):
+            excess -= lengths[index] + frame_len
+            index += 1
+        return index
+
+    def _encode_few(self, messages: list[ChatMessage]) -> list[int]:
+        self._check_bytes(messages)
+        return self.encode(messages)
+
+    def _has_few_bytes(self, messages: Sequence[ChatMessage]) -> bool:
+        return self._num_bytes(messages) <= self._max_context * _MAX_BYTES_PER_TOKEN
+
+    def _check_bytes(self, messages: Sequence[ChatMessage]) -> None:
+        if not self._has_few_bytes(messages):
+            raise PromptTooLongError(
+                f"the messages have {self._num_bytes(messages)} bytes; that cannot fit into the "
+                f"context of {self._max_context} tokens"
+            )
+
+    def _check_length(self, prompt_len: int, reply_len: int) -> None:
+        if prompt_len + reply_len > self._max_context:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_len} tokens; the context of {self._max_context} tokens "
+                f"must also hold {reply_len} of the reply"
+            )
+
+    @staticmethod
+    def _num_bytes(messages: Sequence[ChatMessage]) -> int:
+        return sum(len(m.content.encode("utf-8", errors="replace")) for m in messages)

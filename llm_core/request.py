@@ -1,0 +1,177 @@
+"""From what a client asks to a request that the scheduler can run, or a clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llm_core.chat_template import ChatTemplate
+from llm_core.errors import PromptTooLongError
+from llm_core.generation import Generation
+from llm_core.guided import GuideCompiler
+from llm_core.messages import (
+    ChatMessage,
+    Overflow,
+    PrefillResult,
+    RequestOptions,
+    SamplingParams,
+)
+from llm_core.params_check import validate_params
+from llm_core.prompt import Prompt, PromptBuilder
+from llm_core.sequence import TokenSequence
+from llm_core.tokenizer import Tokenizer
+
+NO_OPTIONS = RequestOptions()
+
+
+@dataclass(slots=True)
+class Request:
+    """A request while it waits or runs. ``generation`` is None for prefill-only requests and for
+    drafts, whose ``revision`` counts how often their text was replaced."""
+
+    sequence: TokenSequence
+    overflow: Overflow
+    expires_ns: int | None = None
+    generation: Generation | None = None
+    revision: int = 0
+
+    def prefilled(self) -> PrefillResult:
+        """What to say when all of a prompt is computed."""
+        return PrefillResult(
+            prompt_tokens=self.sequence.prompt_len,
+            cached_tokens=self.sequence.cached_len,
+            dropped_messages=self.sequence.num_dropped,
+            revision=self.revision,
+        )
+
+    def forked(self, request_id: int, *, received_ns: int) -> Request:
+        """A second draft that says the same; it has no blocks yet."""
+        source = self.sequence
+        sequence = TokenSequence(
+            request_id,
+            source.token_ids,
+            max_len=source.max_len,
+            generates=False,
+            is_open=True,
+            salt=source.salt,
+            priority=source.priority,
+            arrival_ns=received_ns,
+            deadline_ns=source.deadline_ns,
+        )
+        sequence.num_dropped = source.num_dropped
+        return Request(sequence, self.overflow)
+
+    def commit(self, options: RequestOptions, *, received_ns: int) -> None:
+        """A draft becomes a generation: from now on it is timed, and counts what it found."""
+        sequence = self.sequence
+        sequence.arrival_ns = received_ns
+        sequence.deadline_ns, sequence.priority = options.deadline_ns, options.priority
+        sequence.computed_len = min(sequence.computed_len, sequence.prompt_len - 1)
+        sequence.cached_len = sequence.computed_len
+        sequence.num_steps = 0
+        self.expires_ns = _expires_ns(received_ns, options)
+
+
+class RequestMaker:
+    """Makes requests for one model. Has no requests of its own."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        max_context: int,
+        clock: Callable[[], int],
+    ) -> None:
+        self.guides = GuideCompiler(tokenizer, template.tool_format)
+        self._tokenizer = tokenizer
+        self._prompts = PromptBuilder(tokenizer, template, max_context)
+        self._max_context = max_context
+        self._clock = clock
+        self._pool_len = max_context
+
+    def limit(self, pool_len: int) -> None:
+        """The KV pool holds no sequence longer than ``pool_len``."""
+        self._pool_len = pool_len
+
+    def prompt(
+        self, messages: Sequence[ChatMessage], overflow: Overflow, reply_len: int = 1
+    ) -> Prompt:
+        """A prompt that leaves room for a reply. Raises InvalidRequestError, PromptTooLongError."""
+        prompt = self._prompts.build(messages, reply_len=reply_len, overflow=overflow)
+        self.check_fits(len(prompt.token_ids), 1)
+        return prompt
+
+    def shared_prefix(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """What conversations that begin with ``messages`` share. Raises InvalidRequestError."""
+        return Prompt(self._prompts.shared_prefix(messages))
+
+    def request(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        options: RequestOptions,
+        *,
+        received_ns: int,
+        is_open: bool = False,
+    ) -> Request:
+        """One that does not generate (yet)."""
+        longest = min(self._max_context, self._pool_len)
+        sequence = TokenSequence(
+            request_id,
+            prompt.token_ids,
+            max_len=longest if is_open else len(prompt.token_ids),
+            generates=False,
+            is_open=is_open,
+            salt=options.cache_salt,
+            priority=options.priority,
+            arrival_ns=received_ns,
+            deadline_ns=options.deadline_ns,
+        )
+        sequence.num_dropped = prompt.num_dropped
+        expires_ns = None if is_open else _expires_ns(received_ns, options)
+        return Request(sequence, options.overflow, expires_ns)
+
+    def generation(
+        self, sequence: TokenSequence, params: SamplingParams, *, received_ns: int
+    ) -> Generation:
+        """The reply to the sequence's prompt, which is final. ``max_tokens`` is cut to what the
+        prompt leaves. Raises InvalidRequestError, PromptTooLongError."""
+        self.check(params)
+        self.check_fits(sequence.prompt_len, self.reply_len(params))
+        guide = None if params.guide is None else self.guides.start(params.guide)
+        longest = min(self._max_context, self._pool_len)
+        sequence.max_len = min(sequence.prompt_len + params.max_tokens, longest)
+        sequence.generates = True
+        sequence.is_open = False
+        return Generation(
+            sequence,
+            params,
+            self._tokenizer,
+            received_ns=received_ns,
+            guide=guide,
+            clock=self._clock,
+        )
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError, naming the parameter."""
+        validate_params(params, vocab_size=self._tokenizer.vocab_size)
+
+    def reply_len(self, params: SamplingParams) -> int:
+        """Room for the reply, or for as much of it as is fair to ask of a short context."""
+        return min(params.max_tokens, self._max_context // 4)
+
+    def check_fits(self, prompt_len: int, reply_len: int) -> None:
+        """Raises PromptTooLongError, at once: what can never run must not wait."""
+        for limit, name, least in (
+            (self._max_context, "context", reply_len),
+            (self._pool_len, "KV cache", 1),
+        ):
+            if prompt_len + least > limit:
+                raise PromptTooLongError(
+                    f"the prompt has {prompt_len} tokens; the {name} of {limit} tokens "
+                    f"must also hold {least} of the reply"
+                )
+
+
+def _expires_ns(received_ns: int, options: RequestOptions) -> int | None:
+    return None if options.timeout_ms is None else received_ns + options.timeout_ms * 1_000_000

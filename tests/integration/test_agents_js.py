@@ -1,0 +1,105 @@
+"""The realtime client of the OpenAI Agents SDK for JavaScript, with only the URL changed.
+
+It is installed by npm into a cache folder, once. ``PARLEY_TEST_CACHE`` names another folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import pytest
+
+from tests.integration.openai_caller import pause, recording, words
+from tests.integration.test_bad_input import Running, running
+from tests.server_env import missing
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path"),
+]
+
+PACKAGES = ("@openai/agents-realtime@0.20.0", "@openai/agents-core@0.20.0", "zod@4.6.7")
+SCRIPT = Path(__file__).with_name("agents_client.mjs")
+KEY = "a-key-for-this-test"
+
+
+@pytest.fixture(scope="session")
+def agents_folder() -> Path:
+    """Where the package is installed, with our script beside it."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        missing("node and npm are needed for the JavaScript client")
+    cache = os.environ.get("PARLEY_TEST_CACHE") or Path.home() / ".cache" / "parley-tests"
+    folder = Path(cache) / ("agents-" + "-".join(p.rsplit("@", 1)[1] for p in PACKAGES))
+    if not (folder / "installed").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "package.json").write_text('{"private": true}')
+        command = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", *PACKAGES]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+            )
+        except subprocess.TimeoutExpired:
+            missing("npm could not install the JavaScript client within 300 s")
+        if done.returncode != 0:
+            missing(f"npm could not install the JavaScript client: {done.stderr[-500:]}")
+        (folder / "installed").touch()
+    shutil.copy(SCRIPT, folder / SCRIPT.name)
+    return folder
+
+
+async def converse(folder: Path, server: Running, speech: Path) -> dict[str, Any]:
+    """Run the client; what it saw."""
+    url = f"{server.url}?model=gpt-realtime"
+    process = await asyncio.create_subprocess_exec(
+        *("node", SCRIPT.name, url, KEY, str(speech)),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(60):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, err.decode()[-2000:]
+    seen: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return seen
+
+
+@pytest.mark.timeout(420)
+async def test_the_stock_javascript_client_talks_and_calls_its_function(
+    agents_folder: Path, tmp_path: Path, shared_data: Path
+) -> None:
+    speech = tmp_path / "speech.pcm"
+    speech.write_bytes(recording(shared_data / "speech/sb_spk1_snt5.flac") + pause(1.5))
+    async with running(api_keys=(KEY,), max_reply_tokens=48, temperature=0.0) as server:
+        seen = await converse(agents_folder, server, speech)
+        await server.counts()  # the client has left, and so has its session
+    assert seen["errors"] == []
+    assert "error" not in seen["kinds"]
+
+    # Spoken: heard, and answered aloud.
+    heard = words(seen["transcripts"][0])
+    assert jiwer.wer("sunday is the best part of the week", heard) <= 0.25
+    assert seen["turns"][0]["items"][-1] == "message"
+    assert seen["audioBytes"] > 24_000
+
+    # Written: the function was called once, by the client, and its result was answered.
+    assert [turn["items"] for turn in seen["turns"][1:]] == [["function_call"], ["message"]]
+    assert all(turn["status"] in ("completed", "incomplete") for turn in seen["turns"])
+    (city,) = seen["calls"]
+    assert "paris" in city.lower()
+    called = [item for item in seen["history"] if item["type"] == "function_call"]
+    assert [item["output"] for item in called] == [f"sunny in {city}, 21 degrees"]
+    assert seen["history"][-1]["role"] == "assistant"
+    assert seen["history"][-1]["text"].strip()

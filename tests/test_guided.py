@@ -1,0 +1,222 @@
+"""Guides: what may be said, what may not, and what cannot be a guide."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_core.errors import InvalidRequestError, LlmError
+from llm_core.guided import MAX_GUIDE_CHARS, GuideCompiler, GuideState
+from llm_core.messages import (
+    ChoiceGuide,
+    Guide,
+    JsonGuide,
+    RegexGuide,
+    ToolFormat,
+    ToolGuide,
+    ToolSpec,
+)
+from tests.tiny_model import tiny_tokenizer
+
+EOS = 2
+TOKENIZER = tiny_tokenizer()
+
+
+def start(guide: Guide, tool_format: ToolFormat = "hermes") -> GuideState:
+    return GuideCompiler(TOKENIZER, tool_format).start(guide)
+
+
+def fits(guide: Guide, text: str, tool_format: ToolFormat = "hermes") -> bool:
+    """Whether ``text`` may be said as a whole reply."""
+    state = start(guide, tool_format)
+    for token_id in TOKENIZER.encode(text):
+        if state.is_complete or not state.allowed()[token_id]:
+            return False
+        state.accept(token_id)
+    return state.is_complete or bool(state.allowed()[EOS])
+
+
+def schema(**value: Any) -> JsonGuide:
+    return JsonGuide(schema=json.dumps(value))
+
+
+def test_a_schema() -> None:
+    guide = schema(
+        type="object",
+        properties={"city": {"type": "string"}, "n": {"type": "integer", "minimum": 0}},
+        required=["city"],
+        additionalProperties=False,
+    )
+    assert fits(guide, '{"city": "the café", "n": 12}')
+    assert fits(guide, '{"city": ""}')
+    for wrong in ('{"n": 1}', '{"city": 5}', '{"city": "x", "n": -1}', '{"city": "x"', "hello", ""):
+        assert not fits(guide, wrong), wrong
+    assert not fits(guide, '{\n\n\n"city": "x"}'), "models get lost in free whitespace"
+
+
+def test_any_object() -> None:
+    assert fits(JsonGuide(), '{"a": [1, null, {"b": true}]}')
+    assert not fits(JsonGuide(), "[1]")
+    assert not fits(JsonGuide(), '"text"')
+
+
+def test_a_pattern() -> None:
+    guide = RegexGuide(pattern=r"\+?[0-9]{2}-[a-z/]+")
+    assert fits(guide, "+12-a/b") and fits(guide, "12-a")
+    assert not fits(guide, "1-a") and not fits(guide, "12-") and not fits(guide, " 12-a")
+
+
+def test_choices_are_taken_literally() -> None:
+    options = ("yes", "yes sir", 'say "no"\n', "a|b", "\\d", "été")
+    guide = ChoiceGuide(options=options)
+    assert all(fits(guide, option) for option in options)
+    assert not any(fits(guide, text) for text in ("ye", "a", "b", "5", "yes ", "no"))
+
+
+TOOLS = (
+    ToolSpec(
+        name="get_weather",
+        parameters=json.dumps(
+            {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        ),
+    ),
+    ToolSpec(name="stop"),
+)
+PARIS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+
+
+def test_required_calls() -> None:
+    one = ToolGuide(tools=TOOLS, required=True, parallel=False)
+    assert fits(one, PARIS) and fits(one, STOP)
+    assert not fits(one, f"{PARIS}\n{STOP}")
+    assert not fits(one, f"Sure. {PARIS}") and not fits(one, "Sure.")
+    assert fits(ToolGuide(tools=TOOLS, required=True), f"{PARIS}\n{STOP}")
+    only = ToolGuide(tools=TOOLS[1:], required=True)
+    assert fits(only, STOP) and not fits(only, PARIS)
+
+
+def test_free_calls_are_well_formed_and_text_is_free() -> None:
+    guide = ToolGuide(tools=TOOLS)
+    for text in ("Hello, 5 < 6 <tool>.", "", PARIS, f"Sure. {PARIS}\n{STOP}\nDone."):
+        assert fits(guide, text), text
+    for wrong in (
+        PARIS.replace("get_weather", "rm"),
+        PARIS.replace('"city"', '"town"').replace("Paris", "x"),
+        PARIS.removesuffix("}\n</tool_call>"),
+        "<tool_call> go",
+    ):
+        assert not fits(guide, wrong), wrong
+    once = ToolGuide(tools=TOOLS, parallel=False)
+    assert fits(once, PARIS) and fits(once, "no call")
+
+
+def test_calls_or_json() -> None:
+    text = JsonGuide(schema='{"type": "integer"}')
+    for tool_format, call in (("hermes", STOP), ("llama3", '{"name": "stop", "parameters": {}}')):
+        guide = ToolGuide(tools=TOOLS, text=text)
+        assert fits(guide, "12", tool_format) and fits(guide, call, tool_format)
+        assert not fits(guide, "hello", tool_format)
+
+
+def test_remarks_may_be_long() -> None:
+    assert fits(schema(type="integer", description="x" * 5000, title="y" * 2000), "5")
+
+
+def test_keywords_that_cannot_be_enforced() -> None:
+    value = json.dumps({"type": "integer", "not": {"const": 3}})
+    assert fits(JsonGuide(schema=value, strict=False), "3")
+    with pytest.raises(InvalidRequestError, match="not"):
+        start(JsonGuide(schema=value))
+    parameters = json.dumps({"type": "object", "not": {}})
+    start(ToolGuide(tools=(ToolSpec(name="f", parameters=parameters),)))
+    with pytest.raises(InvalidRequestError, match="not"):
+        start(ToolGuide(tools=(ToolSpec(name="f", parameters=parameters, strict=True),)))
+
+
+def test_calls_of_llama() -> None:
+    call = '{"name": "stop", "parameters": {}}'
+    assert fits(ToolGuide(tools=TOOLS, required=True), call, "llama3")
+    assert not fits(ToolGuide(tools=TOOLS, required=True), "Hello", "llama3")
+    free = ToolGuide(tools=TOOLS)
+    assert fits(free, call, "llama3") and fits(free, "Hello {you}", "llama3")
+    assert not fits(free, '{"name": "rm", "parameters": {}}', "llama3")
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (JsonGuide(schema="{"), "schema: not JSON"),
+        (JsonGuide(schema="[" * 20_000), "schema: not JSON"),
+        (JsonGuide(schema="[]"), "schema: must be a JSON object"),
+        (schema(type="foo"), "schema: .*foo"),
+        (schema(type="string", pattern="(?=a)b"), "schema: .*regex"),
+        (schema(**{"$ref": "http://example.com/x"}), "schema: .*example.com"),
+        (schema(type="object", properties={"a": {"not": {}}}), "schema: .*not"),
+        (schema(allOf=[{"type": "string"}, {"type": "number"}]), "schema: .*nsatisfiable"),
+        (schema(enum=["x" * MAX_GUIDE_CHARS]), f"schema: .*{MAX_GUIDE_CHARS}"),
+        (RegexGuide(pattern="("), "regex: "),
+        (RegexGuide(pattern=""), "regex: "),
+        (RegexGuide(pattern="a" * 1001), "regex: .*1000 characters, got 1001"),
+        (schema(type="string", pattern="a" * 1001), "schema: .*1000 characters, got 1001"),
+        (schema(properties={"a" * 1001: {}}), "schema: .*1000 characters, got 1001"),
+        (ChoiceGuide(options=("a", "b" * 1001)), "choice: .*1000"),
+        (ChoiceGuide(options=()), "choice: "),
+        (ChoiceGuide(options=("a", "")), "choice: "),
+        (ChoiceGuide(options=("a",) * 1001), "choice: "),
+        (ToolGuide(tools=(), required=True), "tools: "),
+        (ToolGuide(tools=(ToolSpec(name="f", parameters="{"),)), "tools: f: parameters"),
+        (ToolGuide(tools=(ToolSpec(name="f", parameters='{"type": "x"}'),)), "tools: "),
+        (ToolGuide(tools=(ToolSpec(name="f", parameters="5"),)), "tools: "),
+    ],
+)
+def test_what_cannot_be_a_guide_is_refused_with_a_reason(guide: Guide, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        start(guide)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        schema(type="object", properties={f"key{i}": {"type": "string"} for i in range(900)}),
+        schema(enum=[f"value {i}" for i in range(2000)]),
+        schema(type="string", pattern="([a-z]{1,500}){1,500}"),
+        RegexGuide(pattern="(a|b)*a(a|b){200}"),
+        RegexGuide(pattern="a?" * 333 + "a" * 333),
+        schema(type="array", items={"const": "a" * 1000}),
+        schema(type="array", items={"type": "integer"}, minItems=1_000_000),
+    ],
+)
+def test_a_hostile_guide_costs_little_or_is_refused(guide: Guide) -> None:
+    started_s = time.process_time()
+    try:
+        state = start(guide)
+        for _ in range(20):
+            (token_ids,) = np.nonzero(state.allowed())
+            if state.is_complete or not len(token_ids):
+                break
+            state.accept(int(token_ids[-1]))
+    except LlmError as error:
+        assert str(error)
+    assert time.process_time() - started_s < 2.0
+
+
+def test_replies_with_one_guide_do_not_share_their_place() -> None:
+    compiler = GuideCompiler(TOKENIZER, "hermes")
+    guide = ChoiceGuide(options=("ab", "cd"))
+    first, second = compiler.start(guide), compiler.start(guide)
+    a, c = TOKENIZER.encode("a")[0], TOKENIZER.encode("c")[0]
+    first.accept(a)
+    assert second.allowed()[c] and not first.allowed()[c]
+
+
+def test_many_guides_are_not_all_kept() -> None:
+    compiler = GuideCompiler(TOKENIZER, "hermes")
+    for number in range(100):
+        compiler.start(ChoiceGuide(options=(f"option {number}",)))
+    assert len(compiler._cache) <= 32

@@ -1,0 +1,155 @@
+"""Building the compiled kernels: once for each machine, and a clear reason where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.native import NativeUnavailableError, build
+from llm_core.decoder import Decoder
+from llm_core.errors import ModelLoadError
+from llm_core.messages import EngineConfig
+from llm_core.model_choice import ModelOptions, default_native_cache_dir, make_model
+from llm_core.native_decoder import NativeDecoder
+from llm_core.runner import ModelRunner
+from tests.native_library import native_cache_dir, native_library
+from tests.random_llama import random_weights, tiny_config
+from tests.tiny_model import write_tiny_gguf
+
+
+def compiler(tmp_path: Path, script: str) -> str:
+    """A command that answers --version, and else runs ``script``."""
+    path = tmp_path / "test-cc"
+    path.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo test-cc 1; exit; fi\n{script}\n'
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def choose(backend: str, cache_dir: Path, **changes: object) -> tuple[object, str]:
+    config = tiny_config()
+    options = ModelOptions(
+        backend=backend,  # type: ignore[arg-type]
+        weight_format="auto",
+        native_cache_dir=cache_dir,
+    )
+    weights = random_weights(config)
+    return make_model(tiny_config(**changes), weights, options, 64)
+
+
+def test_second_build_only_finds_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_library("this CPU")
+    first = build.build(native_cache_dir())
+    changed_ns = first.stat().st_mtime_ns
+    assert build.build(native_cache_dir()) == first
+    assert first.stat().st_mtime_ns == changed_ns
+    assert [path for path in native_cache_dir().iterdir() if path.suffix != ".so"] == []
+
+
+def test_another_cpu_or_compiler_is_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; : > "$2"'))
+    paths = {build.build(tmp_path / "cache"), build.build(tmp_path / "cache", is_scalar=True)}
+    monkeypatch.setattr(build, "_cpu_identity", lambda: "another")
+    paths.add(build.build(tmp_path / "cache"))
+    assert len(paths) == 3
+    assert all(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("echo bad flag >&2; exit 3", "status 3: bad flag"), ("exit 1", "status 1")],
+)
+def test_failed_compilation_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, script))
+    with pytest.raises(NativeUnavailableError, match=words):
+        build.build(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(NativeUnavailableError, match=r"no C compiler.*no-such-compiler"):
+        build.build(tmp_path)
+
+
+def test_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    """Code is loaded from it."""
+    tmp_path.chmod(0o777)
+    with pytest.raises(NativeUnavailableError, match="writable by others"):
+        build.build(tmp_path)
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NativeUnavailableError, match="cannot be used"):
+        build.build(tmp_path / "file" / "cache")
+
+
+def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a disk was full: an empty file is where the library should be."""
+    monkeypatch.setenv("CC", compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; : > "$2"'))
+    with pytest.raises(ModelLoadError, match="does not load"):
+        choose("native", tmp_path / "cache")
+
+
+def test_auto_falls_back_to_torch_and_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with caplog.at_level(logging.INFO, "llm_core.model_choice"):
+        model, _ = choose("auto", tmp_path)
+    assert isinstance(model, Decoder)
+    assert len(caplog.messages) == 1
+    assert "runs on torch: no C compiler" in caplog.messages[0]
+    with pytest.raises(ModelLoadError, match="no C compiler"):
+        choose("native", tmp_path)
+
+
+def test_native_is_chosen_where_it_can_run(caplog: pytest.LogCaptureFixture) -> None:
+    native_library("this CPU")  # skips without a compiler
+    with caplog.at_level(logging.INFO, "llm_core.model_choice"):
+        model, kept_as = choose("native", native_cache_dir())
+    assert isinstance(model, NativeDecoder)
+    assert kept_as == "int8"
+    assert len(caplog.messages) == 1
+    assert "compiled code" in caplog.messages[0]
+    with pytest.raises(ModelLoadError, match="head_dim 6"):
+        choose("native", native_cache_dir(), head_dim=6)
+    with pytest.raises(ModelLoadError, match="float32"):
+        make_model(tiny_config(), {}, ModelOptions(backend="native"), 64)
+
+
+def test_auto_prefers_torch_over_portable_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native_library("portable")
+    monkeypatch.setattr("llm_core.model_choice.load", lambda _: library)
+    assert isinstance(choose("auto", native_cache_dir())[0], Decoder)
+    assert isinstance(choose("native", native_cache_dir())[0], NativeDecoder)
+
+
+def test_runner_takes_it_from_the_engine_configuration(tmp_path: Path) -> None:
+    native_library("this CPU")
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    cache = str(native_cache_dir())
+    native = ModelRunner.load(
+        EngineConfig(model_path=path, backend="native", native_cache_dir=cache)
+    )
+    plain = ModelRunner.load(EngineConfig(model_path=path, backend="torch"))
+    assert native.info_fields["weight_format"] == "int8"
+    assert plain.info_fields["weight_format"] != "int8"
+    with torch.inference_mode():
+        assert isinstance(native._model, NativeDecoder)
+
+
+def test_default_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_native_cache_dir() == Path("/somewhere/parley/native")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_native_cache_dir() == Path.home() / ".cache/parley/native"

@@ -1,0 +1,241 @@
+"""The compiled decoder against torch's, with the same weights and the same rounded activations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import reference, select_backend
+from kernels.native import Library
+from llm_core.batch import ForwardBatch, Segment
+from llm_core.config import ModelConfig, YarnRope
+from llm_core.decoder import Decoder
+from llm_core.kv_cache import KvCache
+from llm_core.messages import KvDtype
+from llm_core.native_decoder import NativeDecoder, unsupported_reason
+from llm_core.quant.formats import Weight
+from llm_core.quant.grouped import quantize_grouped
+from llm_core.quant.linear import FormatChoice, Linear
+from tests.native_library import FORMS, native_library
+from tests.random_llama import random_tokens, random_weights, tiny_config
+
+NUM_BLOCKS = 64
+# Activations are rounded alike on both sides, but where one lies between two steps the last bit
+# decides, and a step is 1/127 of the largest value around it.
+TOLERANCE = 0.03
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied, narrow": {"tie_embeddings": True, "hidden_size": 40, "intermediate_size": 50},
+    "multi-query": {"num_heads": 9, "num_kv_heads": 1},
+    "heads for each": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 24},
+    "qwen2": {"attention_bias": True, "tie_embeddings": True},
+    "qwen3": {"qk_norm": True, "head_dim": 32},
+    "gemma2": {
+        "post_norms": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": 8.0,
+        "attention_scale": 0.2,
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "sliding_window": 9,
+        "layer_is_sliding": (True, False),
+        "tie_embeddings": True,
+    },
+    "gemma3": {
+        "post_norms": True,
+        "qk_norm": True,
+        "activation": "gelu_tanh",
+        "sliding_window": 20,
+        "layer_is_sliding": (False, True),
+        "local_rope_theta": 100.0,
+    },
+    "phi3": {
+        "rotary_dim": 12,
+        "rope_scaling": YarnRope(factor=2.0, original_context_len=64, attention_factor=1.1),
+    },
+}
+
+
+@pytest.fixture(params=FORMS)
+def library(request: pytest.FixtureRequest) -> Library:
+    return native_library(request.param)
+
+
+@pytest.fixture
+def rounded_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's products see what the compiled ones see."""
+    exact = Linear.__call__
+
+    def rounded(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        return exact(self, reference.fake_quantize_rows(x, 32))
+
+    monkeypatch.setattr(Linear, "__call__", rounded)
+
+
+class Pair:
+    """Both decoders of one random model, each with a cache of its own."""
+
+    def __init__(
+        self,
+        library: Library,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        num_threads: int = 2,
+        kv_dtype: KvDtype = "float32",
+        block_size: int = 16,
+    ) -> None:
+        floats: dict[str, Weight] = dict(random_weights(config, seed))
+        grouped: dict[str, Weight] = {}
+        for name, weight in floats.items():
+            assert isinstance(weight, torch.Tensor)
+            if weight.ndim == 2 and weight.shape[1] % 32 == 0:
+                grouped[name] = quantize_grouped(weight, 32)
+                floats[name] = grouped[name].dequantize()  # type: ignore[union-attr]
+            elif weight.ndim == 2:  # rounded when it is packed
+                grouped[name] = weight
+                codes = quantize_grouped(weight, 32).dequantize()
+                floats[name] = codes[:, : weight.shape[1]]
+            else:
+                grouped[name] = weight
+        self.config = config
+        formats = FormatChoice("float32", "float32")
+        self.torch = Decoder(config, floats, formats, select_backend("cpu"), config.context_len)
+        self.native = NativeDecoder(
+            config, grouped, library, num_threads=num_threads, max_context=config.context_len
+        )
+        self.caches = [
+            KvCache(config, NUM_BLOCKS, block_size=block_size, dtype=kv_dtype) for _ in range(2)
+        ]
+
+    def run(
+        self, tokens: torch.Tensor, segments: tuple[Segment, ...], logit_rows: torch.Tensor
+    ) -> None:
+        """Both forward passes agree."""
+        batch = ForwardBatch(tokens, segments, logit_rows)
+        with torch.inference_mode():
+            expected = self.torch.forward(batch, self.caches[0])
+            result = self.native.forward(batch, self.caches[1])
+        assert result.shape == expected.shape == (logit_rows.shape[0], self.config.vocab_size)
+        assert result.dtype == torch.float32
+        if logit_rows.shape[0]:
+            error = (result - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+            assert float(error) < TOLERANCE
+
+
+def ragged_steps() -> Iterator[tuple[list[tuple[int, int, int]], bool]]:
+    """Steps of three sequences, as (sequence, start, length): prompts, chunks, single rows."""
+    yield [(0, 0, 1)], True
+    yield [(0, 1, 37), (1, 0, 5)], True
+    yield [(2, 0, 50)], False
+    yield [(0, 38, 1), (1, 5, 1), (2, 50, 1)], True
+    yield [(1, 6, 9), (0, 39, 2)], True
+    yield [(0, 41, 1)], True
+
+
+@pytest.mark.usefixtures("rounded_activations")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_equals_torch(library: Library, family: str) -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    pair = Pair(library, tiny_config(**FAMILIES[family]), seed=seed)
+    _run_steps(pair, seed)
+
+
+@pytest.mark.usefixtures("rounded_activations")
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_caches_of_all_kinds(library: Library, kv_dtype: KvDtype, block_size: int) -> None:
+    config = tiny_config(num_heads=6, num_kv_heads=2, sliding_window=11)
+    pair = Pair(library, config, kv_dtype=kv_dtype, block_size=block_size, num_threads=1)
+    _run_steps(pair, seed=3)
+
+
+def _run_steps(pair: Pair, seed: int) -> None:
+    per_sequence = -(-64 // pair.caches[0].block_size)
+    blocks = list(range(NUM_BLOCKS))
+    random.Random(seed).shuffle(blocks)
+    tables = [tuple(blocks[i * per_sequence : (i + 1) * per_sequence]) for i in range(3)]
+    for cache in pair.caches:  # what is not yet written must not be read
+        cache.data.fill_(float("nan") if cache.data.is_floating_point() else 99)
+        if cache.scales is not None:
+            cache.scales.fill_(float("nan"))
+    for step, (parts, wants_logits) in enumerate(ragged_steps()):
+        segments = tuple(Segment(tables[s], start, length) for s, start, length in parts)
+        num_rows = sum(length for _, _, length in parts)
+        tokens = random_tokens(pair.config, num_rows, seed=seed % 1000 + step)
+        ends = torch.tensor([length for _, _, length in parts]).cumsum(0) - 1
+        rows = ends if wants_logits else torch.empty(0, dtype=torch.int64)
+        if step == 4:
+            rows = torch.arange(num_rows)
+        pair.run(tokens, segments, rows)
+
+
+@pytest.mark.usefixtures("rounded_activations")
+def test_long_prompt_and_many_streams(library: Library) -> None:
+    """Several blocks of rows, of queries and of keys; more streams than a block of rows."""
+    config = tiny_config(context_len=640)
+    pair = Pair(library, config, seed=5)
+    table = tuple(range(NUM_BLOCKS // 2))
+    pair.run(random_tokens(config, 300), (Segment(table, 0, 300),), torch.tensor([0, 150, 299]))
+    pair.run(random_tokens(config, 70), (Segment(table, 300, 70),), torch.tensor([69]))
+    streams = tuple(Segment((block,), 0, 1) for block in range(20))
+    pair.run(random_tokens(config, 20), streams, torch.arange(20))
+
+
+def test_threads_do_not_change_a_bit(library: Library) -> None:
+    config = tiny_config()
+    tokens = random_tokens(config, 60)
+    results = []
+    for num_threads in (1, 2, 5):
+        pair = Pair(library, config, num_threads=num_threads)
+        batch = ForwardBatch(tokens, (Segment(tuple(range(4)), 0, 60),), torch.arange(60))
+        results += [pair.native.forward(batch, pair.caches[1]) for _ in range(3)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_indices_outside_their_range_are_refused(library: Library) -> None:
+    pair = Pair(library, tiny_config())
+    one, zero = torch.tensor([1]), torch.tensor([0])
+    for tokens, segment, rows, words in [
+        (torch.tensor([97]), Segment((0,), 0, 1), zero, "token"),
+        (torch.tensor([-1]), Segment((0,), 0, 1), zero, "token"),
+        (one, Segment((NUM_BLOCKS,), 0, 1), zero, "block"),
+        (one, Segment((-1,), 0, 1), zero, "block"),
+        (one, Segment((0,), 0, 1), one, "logit row"),
+        (one, Segment((0,), 0, 2), zero, "segment"),
+        (one, Segment((0,), 16, 1), zero, "too few blocks"),
+        (one, Segment(tuple(range(9)), 128, 1), zero, "context"),
+        (one, Segment((0,), 0, 0), zero, "segment"),
+    ]:
+        with pytest.raises(IndexError, match=words):
+            pair.native.forward(ForwardBatch(tokens, (segment,), rows), pair.caches[1])
+
+
+def test_weights_that_are_not_finite_are_refused(library: Library) -> None:
+    weights: dict[str, Weight] = dict(random_weights(tiny_config()))
+    weights["layers.1.down"][3, 4] = float("nan")  # type: ignore[index]
+    with pytest.raises(ValueError, match="finite"):
+        NativeDecoder(tiny_config(), weights, library, num_threads=1, max_context=64)
+
+
+def test_profile_names_what_ran(library: Library) -> None:
+    pair = Pair(library, tiny_config())
+    pair.native.start_profile()
+    batch = ForwardBatch(torch.tensor([1]), (Segment((0,), 0, 1),), torch.tensor([0]))
+    pair.native.forward(batch, pair.caches[1])
+    times = pair.native.profile_us()
+    assert {"query/key/value", "attention", "gate/up", "down", "head"} <= set(times)
+    assert "ffn post norm" not in times
+
+
+def test_unsupported_shapes_are_named() -> None:
+    assert unsupported_reason(tiny_config()) is None
+    assert "head_dim 6" in str(unsupported_reason(tiny_config(head_dim=6)))
+    wide = tiny_config(num_heads=64, num_kv_heads=1)
+    assert "64 query heads" in str(unsupported_reason(wide))
