@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -77,6 +78,50 @@ def bench_llm(
         print(json.dumps(result.as_dict(), indent=2))
     else:
         Console().print(_table(result))
+
+
+@bench_app.command("voice")
+def bench_voice(
+    callers: Annotated[int, typer.Option(help="Callers at once.", min=1, max=256)] = 1,
+    turns: Annotated[int, typer.Option(help="Utterances of each caller.", min=1, max=1000)] = 8,
+    url: Annotated[str | None, typer.Option(help="A running server; else one is started.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PARLEY_API_KEY", help="Key for a server that asks for one")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Folder for recordings of both sides.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Callers speak over real sockets at speaking pace; both sides are recorded and measured."""
+    from app.bench import voice
+
+    notes = Console(stderr=True, highlight=False)
+    figures = voice.run(
+        callers=callers,
+        turns=turns,
+        url=url,
+        api_key=api_key,
+        home=home,
+        record=record,
+        on_note=lambda note: notes.print(note, style="dim", markup=False),
+    )
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        _show_voice(figures, Console(highlight=False))
+
+
+def _show_voice(figures: dict[str, Any], console: Console) -> None:
+    for name, value in figures.items():
+        console.print(f"{name.replace('_', ' '):24} {_text(value)}", markup=False)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{name} {_text(part)}" for name, part in value.items())
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _counts(text: str) -> tuple[int, ...]:

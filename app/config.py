@@ -89,7 +89,8 @@ class Settings(BaseSettings):
     max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
     turn_detection: Literal["server_vad", "semantic_vad"] = Field(
-        default="server_vad", description="how turns end in sessions that do not say it"
+        default="semantic_vad",
+        description="how turns end in sessions that do not say it: by what was said, or by silence",
     )
     tools: str | None = Field(
         default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"
@@ -106,10 +107,16 @@ class Settings(BaseSettings):
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
     vad_silence_ms: int = Field(default=500, ge=100, le=10_000)
     eager_silence_ms: int = Field(
-        default=96, ge=30, le=10_000, description="silence after which a transcript is tried"
+        default=64, ge=30, le=10_000, description="silence after which a transcript is tried"
     )
     eager_reply: bool = Field(
         default=True, description="begin the answer before the end of the turn is certain"
+    )
+    eager_max_generating: int = Field(
+        default=2, ge=1, description="with so many answers in the making none is begun in hope"
+    )
+    partial_transcripts: bool = Field(
+        default=True, description="transcribe while the caller speaks, when there is time"
     )
     max_turn_s: float = Field(default=60.0, ge=1.0, le=600.0)
     playout_lead_ms: int = Field(

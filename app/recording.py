@@ -60,6 +60,12 @@ class VoicedFrames:
             return None
         return min((int(self._frames[index - 1]) + 1) * frame_samples, sample)
 
+    def first_after(self, sample: int) -> int | None:
+        """Start of the first voiced frame at or after ``sample``; None when there is none."""
+        frame_samples = self.rate * FRAME_MS // 1000
+        index = int(np.searchsorted(self._frames * frame_samples, sample))
+        return int(self._frames[index]) * frame_samples if index < self._frames.size else None
+
 
 def _voiced_mask(samples: Samples, rate: int, model: VadModel) -> npt.NDArray[np.bool_]:
     resampler = StreamResampler(rate, SPEECH_RATE)

@@ -21,6 +21,8 @@ from fastapi import FastAPI
 
 from app.config import Settings
 from app.connections import Connections
+from app.conversation.load import Load
+from app.conversation.recognition import Recognition
 from app.conversation.services import Services
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
@@ -79,9 +81,11 @@ async def build_services(
             _supervise(engine.result(), settings), name="engine supervisor"
         )
         stack.callback(supervising.cancel)
+        recognition = Recognition(recognizer.result(), workers)
         services = Services(
             engine=engine.result(),
-            recognizer=recognizer.result(),
+            recognition=recognition,
+            load=Load(recognition, settings.eager_max_generating),
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,

@@ -14,7 +14,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
@@ -103,6 +103,7 @@ class TalkResult:
     recording: Recording
     errors: list[str]
     gaps_ms: list[float | None]
+    silenced_at: list[int] = field(default_factory=list)
 
     @property
     def reply_audio(self) -> list[Pcm]:
@@ -272,7 +273,7 @@ class TalkClient:
         _raise_unless_finished(verdict, log, audio, timeout_s)
         turns = [turn for turn in log.turns if turn.response_id]
         gaps = [log.gap_ms(turn, audio.voiced.last_before) for turn in turns]
-        return TalkResult(audio, turns, recording, log.errors, gaps)
+        return TalkResult(audio, turns, recording, log.errors, gaps, log.silenced_at)
 
     async def _send_chunk(self, pcm: Pcm, start: int) -> None:
         """Sends 20 ms from ``start`` on, when their last sample has been spoken; then silence."""

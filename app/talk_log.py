@@ -88,6 +88,8 @@ class TalkLog:
         self.is_caller_speaking = False
         self.speech_was_heard = False
         self.expects_traces = expects_traces
+        self.silenced_at: list[int] = []
+        """Where the caller's voice made the player fall silent."""
         self._last_sign = 0
         self._handlers: dict[str, Callable[[Event, int], list[Event]]] = {
             "input_audio_buffer.speech_started": self._on_speech_started,
@@ -155,6 +157,7 @@ class TalkLog:
             return []
         # Barge-in: fall silent, and tell the server how much was heard.
         self.recording.stop_playing(at)
+        self.silenced_at.append(at)
         answering.pieces = [piece for piece in answering.pieces if piece.start < at]
         return [
             {

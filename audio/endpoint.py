@@ -8,6 +8,9 @@ prolongs nothing.
     SILENT --VoiceStarted--> SPEAKING --VoicePaused--> PAUSED --VoiceEnded--> SILENT
                                  ^-----VoiceResumed------'
 
+How much silence ends a turn is fixed (`server_vad`) or judged at each pause (`semantic_vad`): then
+whoever knows what was said calls ``wait_for`` while the caller pauses, see ``audio.turn_end``.
+
     samples  [start, onset) padding | [onset, last_voiced) voice | [last_voiced, at) silence
 """
 
@@ -102,6 +105,23 @@ class Endpointer:
         self._run_start: int | None = None
         self._last_voiced: int | None = None
         self._floor: int | None = None
+        self._judged: int | None = None  # end of the last window
+        self._end_silence_ms: int | None = None  # as configured
+
+    @property
+    def run_start_sample(self) -> int | None:
+        """Where the voice that sounds now began; None in silence. It may be too short to count."""
+        return self._run_start
+
+    def wait_for(self, silence_ms: int) -> list[VoiceEvent]:
+        """In this pause ``silence_ms`` end the turn; returns its end when they are over already.
+
+        Forgotten when the voice comes back. Without a pause, nothing happens.
+        """
+        if self.state is not VoiceState.PAUSED or self._judged is None:
+            return []
+        self._end_silence_ms = silence_ms
+        return [] if self._run_start is not None else self._on_silence(self._judged)
 
     @property
     def last_voiced_sample(self) -> int | None:
@@ -117,6 +137,7 @@ class Endpointer:
         """
         if self._floor is None:
             self._floor = window_start_sample
+        self._judged = window_end_sample
         self._track_run(probability, window_start_sample)
         if self._run_start is None:
             return self._on_silence(window_end_sample)
@@ -133,6 +154,7 @@ class Endpointer:
     def _on_voice(self, run_start: int, now: int) -> list[VoiceEvent]:
         before, self.state = self.state, VoiceState.SPEAKING
         self._last_voiced = now
+        self._end_silence_ms = None  # as configured
         if before is VoiceState.SILENT:
             return [VoiceStarted(run_start, self._padded(run_start))]
         if before is VoiceState.PAUSED:
@@ -144,7 +166,8 @@ class Endpointer:
             return []
         events: list[VoiceEvent] = []
         silence = now - self._last_voiced
-        end_silence = _samples(self.config.silence_ms)
+        wait_ms = self._end_silence_ms
+        end_silence = _samples(self.config.silence_ms if wait_ms is None else wait_ms)
         eager_silence = min(_samples(self.config.eager_silence_ms), end_silence)
         if self.state is VoiceState.SPEAKING and silence >= eager_silence:
             self.state = VoiceState.PAUSED

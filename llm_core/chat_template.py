@@ -16,7 +16,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -110,6 +110,25 @@ class ChatTemplate:
             for index, part in enumerate(parts)
             if part
         ]
+
+    def render_open(self, messages: Sequence[ChatMessage]) -> list[PromptPiece]:
+        """The prompt up to the end of the last message's content, for whoever continues it.
+
+        Raises as ``render``, and InvalidRequestError when the template does not show the content.
+        """
+        pieces = self.render(messages)
+        content = messages[-1].content.strip()
+        text = "".join(piece.text for piece in pieces)
+        at = text.rfind(content) if content else -1
+        if at < 0:
+            raise InvalidRequestError("messages: the last one has nothing that could be continued")
+        left = at + len(content)
+        kept: list[PromptPiece] = []
+        for piece in pieces:
+            if left > 0:
+                kept.append(replace(piece, text=piece.text[:left]))
+            left -= len(piece.text)
+        return kept
 
     def _checked(self, marked_text: str, plain_text: str, mark: str) -> str:
         """``marked_text`` if marking changed nothing else.

@@ -101,7 +101,12 @@ class Engine:
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
         self._make.check(params)
-        prompt = self._make.prompt(messages, options.overflow, self._make.reply_len(params))
+        prompt = self._make.prompt(
+            messages,
+            options.overflow,
+            self._make.reply_len(params),
+            continues_last=params.continue_last,
+        )
         request = self._make.request(request_id, prompt, options, received_ns=received_ns)
         request.generation = self._make.generation(
             request.sequence, params, received_ns=received_ns
@@ -214,6 +219,8 @@ class Engine:
         then over."""
         request = self._draft(request_id)
         try:
+            if params.continue_last:
+                raise InvalidRequestError("continue_last: a draft ends with the reply's header")
             request.generation = self._make.generation(
                 request.sequence, params, received_ns=received_ns
             )

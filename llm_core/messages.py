@@ -101,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``logit_bias`` is added to the logits of the token ids named. Before ``min_tokens`` tokens the
     reply ends neither by itself nor at a stop string. ``logprobs`` None is off; a number asks for
     log-probabilities, and for as many alternatives a token. ``guide`` restricts what may be said.
+    ``continue_last``: what comes continues the last message, which the prompt leaves open.
     """
 
     max_tokens: int = 256
@@ -118,6 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     guide: Guide | None = None
+    continue_last: bool = False
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,22 +45,25 @@ class PromptBuilder:
         *,
         reply_len: int,
         overflow: Overflow = "refuse",
+        continues_last: bool = False,
     ) -> Prompt:
-        """A prompt that leaves room for ``reply_len`` tokens.
+        """A prompt that leaves room for ``reply_len`` tokens. It ends with the header of the reply,
+        or, with ``continues_last``, within the last message.
 
         Raises InvalidRequestError, and PromptTooLongError: when refused, or when the system prompt
         and the last turn alone are too long.
         """
         if overflow == "drop_oldest" and messages:
-            return self._shortened(messages, reply_len)
+            return self._shortened(messages, reply_len, continues_last)
         self._check_bytes(messages)
-        token_ids = self.encode(messages)
+        token_ids = self.encode(messages, continues_last)
         self._check_length(len(token_ids), reply_len)
         return Prompt(token_ids)
 
-    def encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """All tokens, with the header of the reply. Raises InvalidRequestError."""
-        token_ids = self._tokenizer.encode_pieces(self._template.render(messages))
+    def encode(self, messages: Sequence[ChatMessage], continues_last: bool = False) -> list[int]:
+        """All tokens; see ``build``. Raises InvalidRequestError."""
+        render = self._template.render_open if continues_last else self._template.render
+        token_ids = self._tokenizer.encode_pieces(render(messages))
         if not token_ids:
             raise InvalidRequestError("messages: the prompt is empty")
         return token_ids
@@ -73,7 +76,9 @@ class PromptBuilder:
         )
         return one[: common_prefix_len(one, other)]
 
-    def _shortened(self, messages: Sequence[ChatMessage], reply_len: int) -> Prompt:
+    def _shortened(
+        self, messages: Sequence[ChatMessage], reply_len: int, continues_last: bool
+    ) -> Prompt:
         num_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
         system, turns = list(messages[:num_system]), list(messages[num_system:])
         if turns and turns[0].tools:  # tools stand on the first message, and must outlive it
@@ -84,7 +89,7 @@ class PromptBuilder:
         while len(starts) > 1 and not self._has_few_bytes([*system, *turns[starts[0] :]]):
             del starts[0]
         limit = self._max_context - reply_len
-        token_ids = self._encode_few([*system, *turns[starts[0] :]])
+        token_ids = self._encode_few([*system, *turns[starts[0] :]], continues_last)
         first = starts[0]
         if len(token_ids) > limit:
             first += self._excess_messages(turns[first:], len(token_ids), limit, len(system))
@@ -92,7 +97,7 @@ class PromptBuilder:
             if start < first and start != starts[-1]:
                 continue
             if start > starts[0]:
-                token_ids = self._encode_few([*system, *turns[start:]])
+                token_ids = self._encode_few([*system, *turns[start:]], continues_last)
             if len(token_ids) <= limit:
                 return Prompt(token_ids, start)
         self._check_length(len(token_ids), reply_len)
@@ -113,9 +118,9 @@ class PromptBuilder:
             index += 1
         return index
 
-    def _encode_few(self, messages: list[ChatMessage]) -> list[int]:
+    def _encode_few(self, messages: list[ChatMessage], continues_last: bool) -> list[int]:
         self._check_bytes(messages)
-        return self.encode(messages)
+        return self.encode(messages, continues_last)
 
     def _has_few_bytes(self, messages: Sequence[ChatMessage]) -> bool:
         return self._num_bytes(messages) <= self._max_context * _MAX_BYTES_PER_TOKEN

@@ -94,10 +94,17 @@ class RequestMaker:
         self._pool_len = pool_len
 
     def prompt(
-        self, messages: Sequence[ChatMessage], overflow: Overflow, reply_len: int = 1
+        self,
+        messages: Sequence[ChatMessage],
+        overflow: Overflow,
+        reply_len: int = 1,
+        *,
+        continues_last: bool = False,
     ) -> Prompt:
         """A prompt that leaves room for a reply. Raises InvalidRequestError, PromptTooLongError."""
-        prompt = self._prompts.build(messages, reply_len=reply_len, overflow=overflow)
+        prompt = self._prompts.build(
+            messages, reply_len=reply_len, overflow=overflow, continues_last=continues_last
+        )
         self.check_fits(len(prompt.token_ids), 1)
         return prompt
 

@@ -13,12 +13,15 @@ import numpy.typing as npt
 
 from app.config import Settings
 from app.conversation.events import SessionEvent
+from app.conversation.load import Load
+from app.conversation.recognition import Recognition
 from app.conversation.services import Services
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
 from audio.asr import Transcript
 from llm_core import (
+    Alternative,
     ChatMessage,
     FirstToken,
     GenerationDone,
@@ -27,6 +30,7 @@ from llm_core import (
     PrefillResult,
     SamplingParams,
     TextDelta,
+    TokenLogprob,
     Usage,
 )
 
@@ -138,6 +142,9 @@ class ScriptedEngine:
     ``gate`` holds it before the next word. ``error`` is raised before the first one, or after
     ``words_before_error`` of them. A reply may hold calls, as
     ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
+
+    Asked how likely a message is to end (see ``turn_judge``), it says ``end_logprob`` and counts
+    no request.
     """
 
     info = ModelInfo(
@@ -157,6 +164,8 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
         self.num_running = 0
         self.error: Exception | None = None
+        self.end_logprob = -0.2
+        self.judged: list[str] = []
         self.words_before_error = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -168,6 +177,12 @@ class ScriptedEngine:
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams
     ) -> AsyncIterator[GenerationEvent]:
+        if params.continue_last:
+            self.judged.append(messages[-1].content)
+            top = (Alternative(b".", self.end_logprob),)
+            said = (TokenLogprob(token=b".", logprob=self.end_logprob, top=top),)
+            yield TextDelta(text=".", num_tokens=1, logprobs=said)
+            return
         self.requests.append(list(messages))
         self.params.append(params)
         number = len(self.requests)
@@ -220,16 +235,20 @@ def fake_services(
     tools: ToolBox | None = None,
     **settings: Any,
 ) -> Services:
-    """Services without a model in them."""
+    """Services without a model in them. Scripted transcripts are those of whole turns."""
+    workers = InlineExecutor(1)
+    recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
+    known = Settings.model_validate({"partial_transcripts": False, **settings})
     return Services(
         engine=cast(Any, engine),
-        recognizer=cast(Any, recognizer or ScriptedRecognizer()),
+        recognition=recognition,
+        load=Load(recognition, known.eager_max_generating),
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
-        workers=InlineExecutor(1),
+        workers=workers,
         traces=TraceStore(100),
         loop_lag=LoopLag(),
-        settings=Settings.model_validate(settings),
+        settings=known,
         tools=tools or ToolBox(),
     )
 

@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "app": (
         ("__main__",),
-        ("cli", "cli_*", "talk_client", "talk_log", "recording", "waterfall", "server_process"),
+        ("cli", "cli_*"),
         ("bench",),
+        ("talk_client", "talk_log", "recording", "waterfall", "server_process"),
         ("server",),
         ("web",),
         ("http_protocol",),

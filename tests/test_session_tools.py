@@ -213,14 +213,29 @@ async def test_errors_are_for_the_model_to_read() -> None:
 async def test_the_model_does_not_call_for_ever() -> None:
     clockwork = Clockwork()
     clockwork.let_go.set()
-    engine = ScriptedEngine(calls("look", what="cat"))
-    async with call(engine, server=clockwork.box, settings={"max_tool_rounds": 3}) as c:
+    engine = ScriptedEngine(*(calls("look", what=animal) for animal in ("cat", "dog", "cow")))
+    async with call(engine, server=clockwork.box, settings={"max_tool_rounds": 2}) as c:
         await ask(c, "What is it?", modality="text")
         (done,) = c.out.of(ResponseDone)
-        assert clockwork.begun == ["cat"] * 3
-        assert len(engine.requests) == 4
+        assert clockwork.begun == ["cat", "dog"]
+        assert [bool(request[0].tools) for request in engine.requests] == [True, True, False]
+        assert engine.params[-1].guide is None
         assert done.response.output[-1].call.error == "too many calls in one answer"
         assert engine.num_running == 0
+
+
+async def test_what_is_known_is_not_asked_again() -> None:
+    clockwork = Clockwork()
+    clockwork.let_go.set()
+    look = calls("look", what="cat")
+    engine = ScriptedEngine(look, look, "A cat.")
+    async with call(engine, server=clockwork.box) as c:
+        await ask(c, "What is it?", modality="text")
+        assert clockwork.begun == ["cat"]
+        first, second, answer = c.out.of(ResponseDone)[0].response.output
+        assert first.call.output == second.call.output == "a cat"
+        assert answer.content[0].text == "A cat."
+        assert [bool(request[0].tools) for request in engine.requests] == [True, True, False]
 
 
 async def test_a_demand_for_a_call_is_met_by_the_first() -> None:

@@ -76,8 +76,8 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
     assert assistant == f"<|im_start|>assistant\nLet me see.\n{call}\n{call}"
     assert results == (
-        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n"
-        "<tool_response>\nrain\n</tool_response>"
+        "<|im_start|>user\nThe result of get_weather is:\nsunny\n"
+        "The result of the function is:\nrain"
     )
     assert thanks == "<|im_start|>user\nThanks"
 

@@ -14,7 +14,7 @@ from typing import Any
 from app.conversation.session_config import SessionConfig
 from app.conversation.turn import Turn
 from app.errors import RecognitionError
-from llm_core import ChatMessage
+from llm_core import ChatMessage, EngineClient, LlmError
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,11 @@ class Ahead:
     def work(self) -> asyncio.Task[None] | None:
         """The running work, unless it is the one that asks."""
         return None if self._work is asyncio.current_task() else self._work
+
+    @property
+    def is_idle(self) -> bool:
+        """No work is running."""
+        return self._work is None or self._work.done()
 
     def do(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` instead of what runs now. Its failure is its own: it only saves time."""
@@ -83,6 +88,15 @@ class Ahead:
         facts = {"wasted_answers": self._wasted_answers, "wasted_tokens": self._wasted_tokens}
         self._wasted_answers = self._wasted_tokens = 0
         return facts
+
+
+async def warm(engine: EngineClient, messages: list[ChatMessage]) -> None:
+    """Let the model read ``messages``, so that an answer to them begins sooner."""
+    try:
+        await engine.prefill(messages)
+    except LlmError as error:
+        # Only a head start is lost; the turn itself meets the same error and reports it.
+        log.info("prefill in advance failed: %s", error)
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:

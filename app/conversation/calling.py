@@ -47,8 +47,9 @@ SayFiller = Callable[[int], Coroutine[Any, Any, None]]
 class Calling:
     """Reads one reply. An async context manager: what still runs at the end is cancelled.
 
-    ``part`` is that of the reply's words, ``part + 1`` that of a filler behind them. Without
-    ``may_run`` the model has called often enough: a tool of ours is not run any more.
+    ``part`` is that of the reply's words, ``part + 1`` that of a filler behind them. A call
+    whose outcome is ``known`` from this answer is not run again: small models like to repeat
+    themselves. Without ``may_call`` the model is offered nothing, and no call of its own is run.
     """
 
     def __init__(
@@ -60,13 +61,16 @@ class Calling:
         released: asyncio.Event,
         *,
         part: int,
-        may_run: bool,
+        known: dict[tuple[str, str], Outcome],
+        may_call: bool,
     ) -> None:
         self.part = part
-        self._may_run = may_run
+        self._known = known
+        self._may_call = may_call
         self.has_text = False
         self.calls: list[Item] = []
         self.waited_ns = 0
+        self._num_run = 0
         self._services = services
         self._config = config
         self._output = output
@@ -78,11 +82,12 @@ class Calling:
         if specs := services.tools.specs(config):
             names = [spec.name for spec in specs]
             self._parser = ToolCallParser(services.engine.info.tool_format, names)
-            self.guide = ToolGuide(
-                tools=tuple(s for s in specs if choice.name in (None, s.name)),
-                required=choice.kind in ("required", "function"),
-                parallel=config.parallel_tool_calls,
-            )
+            if may_call:
+                self.guide = ToolGuide(
+                    tools=tuple(s for s in specs if choice.name in (None, s.name)),
+                    required=choice.kind in ("required", "function"),
+                    parallel=config.parallel_tool_calls,
+                )
 
     async def __aenter__(self) -> Calling:
         return self
@@ -153,10 +158,14 @@ class Calling:
         if not is_complete:
             call.error = "the arguments are not a JSON object" if call.runs_here else None
             await self._output.close_call(item, "incomplete")
-        elif call.runs_here and not self._may_run:
+        elif not self._may_call:
             call.error = "too many calls in one answer"
             await self._output.close_call(item, "incomplete")
+        elif call.runs_here and (outcome := self._known.get((call.name, call.arguments))):
+            call.output, call.error = outcome.output, outcome.error
+            await self._output.close_call(item, "completed")
         elif call.runs_here:
+            self._num_run += 1
             running = self._services.tools.run(call.name, call.arguments)
             self._running[item.id] = asyncio.create_task(running, name=f"tool {call.name}")
         else:
@@ -178,9 +187,15 @@ class Calling:
                 continue
             outcome = task.result()
             call.output, call.error = outcome.output, outcome.error
+            self._known[call.name, call.arguments] = outcome
             await self._output.close_call(item, "completed")
         is_ours = all(item.call is not None and item.call.runs_here for item in self.calls)
-        return self._messages() if is_ours and self._may_run else None
+        return self._messages() if is_ours and self._may_call else None
+
+    @property
+    def brought_news(self) -> bool:
+        """A tool has been run."""
+        return bool(self._num_run)
 
     async def _wait(self, clock: Clock, say_filler: SayFiller) -> None:
         running = set(self._running.values())

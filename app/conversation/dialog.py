@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from app.conversation.session_config import TurnDetection
 from audio.endpoint import VoiceEnded, VoiceEvent, VoicePaused, VoiceResumed, VoiceStarted
 
 
@@ -51,6 +52,16 @@ class Rules:
 
     create_response: bool = True
     interrupt_response: bool = True
+    judge_interruptions: bool = False
+    """A voice first only holds the answer; what was said decides whether it is stopped."""
+
+    @classmethod
+    def of(cls, detection: TurnDetection | None) -> Rules:
+        """What the session's turn detection asks for; without one the defaults."""
+        if detection is None:
+            return cls()
+        is_semantic = detection.kind == "semantic_vad"
+        return cls(detection.create_response, detection.interrupt_response, is_semantic)
 
 
 # --- events beside the endpointer's own (VoiceStarted, VoicePaused, VoiceResumed, VoiceEnded) ---
@@ -90,6 +101,13 @@ class ResponseFinished:
     """The reply has been sent whole, or has failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class InterruptionJudged:
+    """What the caller says while the answer is held: is it meant to stop it?"""
+
+    is_meant: bool
+
+
 DialogEvent = (
     VoiceEvent
     | AudioCommitted
@@ -98,6 +116,7 @@ DialogEvent = (
     | CancelRequested
     | AudioStarted
     | ResponseFinished
+    | InterruptionJudged
 )
 
 
@@ -116,6 +135,21 @@ class StopResponse:
     """Stop audio, LLM and TTS of the running response and cut history to what was heard."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldResponse:
+    """Be silent, and keep the answer: it may go on where it stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseResponse:
+    """It was no interruption: go on where the answer stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropSpeech:
+    """What the caller said is no turn: forget it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +189,9 @@ class StartResponse:
 Action = (
     AnnounceSpeech
     | StopResponse
+    | HoldResponse
+    | ReleaseResponse
+    | DropSpeech
     | CutPlayback
     | TryTranscript
     | DropTranscript
@@ -180,6 +217,8 @@ class Dialog:
         self.bot = Bot.IDLE
         self._words = Words.KNOWN
         self._interrupted = False
+        self.is_held = False
+        """An answer is held until it is known whether the caller means to stop it."""
         # The client asked for the coming response itself, so it comes even without words.
         self._asked: ResponseRequested | None = None
         # A turn ended while a response was running that it must not interrupt: answer it next.
@@ -220,10 +259,13 @@ class Dialog:
             case VoiceResumed() if self.caller is Caller.MAYBE_FINISHED:
                 self.caller = Caller.SPEAKING
                 return [DropTranscript()]
+            case InterruptionJudged() if self.is_held:
+                return self._on_judged(event)
             case VoiceEnded() if self.caller is not Caller.SILENT:
-                return self._commit(event, respond=self.rules.create_response)
+                stop = self._stop_held()
+                return [*stop, *self._commit(event, respond=self.rules.create_response)]
             case AudioCommitted():
-                return self._commit(None, respond=False)
+                return [*self._stop_held(), *self._commit(None, respond=False)]
             case TranscriptReady():
                 self._words = Words.KNOWN if event.has_words else Words.NONE
                 return self._on_transcript()
@@ -239,14 +281,17 @@ class Dialog:
                 return []
             case ResponseFinished() if self.bot in (Bot.THINKING, Bot.SPEAKING):
                 self.bot = Bot.IDLE
+                self.is_held = False
                 return self._respond() if self._reply_next else []
             case _:
                 return []
 
-    def forget_caller(self) -> None:
+    def forget_caller(self) -> list[Action]:
         """The caller's audio was thrown away: nobody is speaking, as far as we know."""
         self.caller = Caller.SILENT
         self._interrupted = False
+        was_held, self.is_held = self.is_held, False
+        return [ReleaseResponse()] if was_held else []
 
     def _on_voice_started(self, event: VoiceStarted) -> list[Action]:
         self.caller = Caller.SPEAKING
@@ -257,9 +302,23 @@ class Dialog:
             return [announce, CutPlayback()]
         self._owes_reply = self.bot is not Bot.SPEAKING
         self._interrupted = True
+        if self.rules.judge_interruptions and self.bot is Bot.SPEAKING:
+            self.is_held = True
+            return [announce, HoldResponse()]
         return [announce, *self._stop("turn_detected")]
 
+    def _on_judged(self, event: InterruptionJudged) -> list[Action]:
+        if event.is_meant:
+            return self._stop_held()
+        self.is_held = self._interrupted = False
+        self.caller = Caller.SILENT
+        return [DropSpeech(), ReleaseResponse()]
+
+    def _stop_held(self) -> list[Action]:
+        return self._stop("turn_detected") if self.is_held else []
+
     def _stop(self, reason: str) -> list[Action]:
+        self.is_held = False
         # While only a transcript is awaited there is nothing running yet that could be stopped.
         running = self.bot in (Bot.THINKING, Bot.SPEAKING)
         self.bot = Bot.IDLE

@@ -265,6 +265,15 @@ def shortened(messages: list[ChatMessage], ratio: float = 0.5) -> list[ChatMessa
     return messages[:first] + kept if len(kept) < len(messages) - first else None
 
 
+def without_tools(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """The same prompt, offering nothing to call."""
+    first, rest = messages[0], messages[1:]
+    if not first.tools:
+        return messages
+    kept = [ChatMessage(first.role, first.content)] if first.content else []
+    return [*kept, *rest]
+
+
 def _result_of(call: ToolCall, outputs: dict[str, _Entry]) -> tuple[str, list[_Entry]] | None:
     """What came of a call, for the model, and the entry that holds it; None: nothing yet."""
     if call.runs_here:

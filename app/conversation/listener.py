@@ -20,6 +20,7 @@ from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
 from audio.errors import AudioError
 from audio.frame import SPEECH_RATE, Samples
 from audio.resample import StreamResampler
+from audio.turn_end import WAITS
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 
 RATE = SPEECH_RATE
@@ -54,11 +55,14 @@ class Listener:
         self._detects = detection is not None
         vad_config = ServerVadConfig()
         if detection is not None:
+            silence_ms = detection.silence_duration_ms
+            if detection.kind == "semantic_vad":  # until the words are known; see `end_after`
+                silence_ms = WAITS[detection.eagerness].unknown
             vad_config = ServerVadConfig(
                 threshold=detection.threshold,
                 prefix_padding_ms=detection.prefix_padding_ms,
-                silence_ms=detection.silence_duration_ms,
-                eager_silence_ms=min(self._eager_silence_ms, detection.silence_duration_ms),
+                silence_ms=silence_ms,
+                eager_silence_ms=min(self._eager_silence_ms, silence_ms),
             )
         self._endpointer = Endpointer(vad_config)
         self._format = config.input_format
@@ -78,6 +82,12 @@ class Listener:
     def kept_samples(self) -> int:
         """Number of samples in the buffer."""
         return self._position - self._kept_from
+
+    @property
+    def silence_ms(self) -> int:
+        """How long the caller has been silent; 0 before any voice."""
+        last = self.last_voiced_sample
+        return 0 if last is None else (self._position - last) * 1000 // RATE
 
     @property
     def last_voiced_sample(self) -> int | None:
@@ -111,6 +121,15 @@ class Listener:
                 yield from events
         if self._detects and self._endpointer.state is VoiceState.SILENT:
             self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
+
+    def end_after(self, last_voiced_sample: int, silence_ms: int) -> list[VoiceEvent]:
+        """The pause since ``last_voiced_sample`` ends the turn once it lasts ``silence_ms``.
+
+        Returns the end if it has come already. Without effect when the voice came back since.
+        """
+        if last_voiced_sample != self.last_voiced_sample:
+            return []
+        return self._endpointer.wait_for(silence_ms)
 
     def take(self, start_sample: int, end_sample: int | None = None) -> Samples:
         """Samples [start, end) as far as they are kept; ``end`` None means all there is."""

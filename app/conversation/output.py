@@ -9,6 +9,7 @@ answer is one stream to the player:
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +64,24 @@ class _Message:
     is_told: bool = False  # the client knows that it is over
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Audio of ``message`` that belongs at ``start_sample`` of the stream to the player."""
+
+    message: _Message
+    start_sample: int
+    samples: Samples
+
+    @property
+    def end_sample(self) -> int:
+        return self.start_sample + len(self.samples)
+
+    def behind(self, sample: int) -> _Chunk:
+        """What of it lies at or behind ``sample``."""
+        cut = max(0, sample - self.start_sample)
+        return _Chunk(self.message, self.start_sample + cut, self.samples[cut:])
+
+
 class Output:
     """The items of one response."""
 
@@ -89,6 +108,11 @@ class Output:
         self._calls: list[Item] = []  # that the client does not know to be over
         self._opened = asyncio.Event()  # a further message
         self._is_stopped = False
+        self._may_send = asyncio.Event()  # cleared while the answer is held or catching up
+        self._may_send.set()
+        self._is_held = False
+        self._unheard: deque[_Chunk] = deque()  # sent, and perhaps still in the player
+        self._to_repeat: deque[_Chunk] = deque()  # sent, and then thrown away by the player
 
     @property
     def text(self) -> str:
@@ -162,19 +186,73 @@ class Output:
 
     async def _send(self, message: _Message, samples: Samples) -> None:
         """Send audio in pieces of 100 ms, never further ahead of its playout than the lead."""
-        item, spoken, rate = message.item, message.spoken, self._format.rate
-        for start in range(0, len(samples), rate // 10):
-            chunk = samples[start : start + rate // 10]
-            if wait_s := self.playout.wait_s(self._clock.now_ns()):
+        step = self._format.rate // 10
+        for start in range(0, len(samples), step):
+            while True:
+                await self._may_send.wait()
+                wait_s = self.playout.wait_s(self._clock.now_ns())
+                if not wait_s:
+                    break
                 await self._clock.sleep(wait_s)
             if self._is_stopped:
                 return  # woken in the very moment of `stop`, before the cancellation arrived
-            await self._sink(OutputAudio(self._response.id, item.id, encode(chunk, self._format)))
-            sounds_ns = self.playout.sent(len(chunk), self._clock.now_ns())
-            spoken.sent_samples += len(chunk)
-            if spoken.kept_samples is None:
-                item.content[0].audio_ms = spoken.sent_ms
-            self._on_audible(chunk, sounds_ns)
+            chunk = samples[start : start + step]
+            await self._send_chunk(_Chunk(message, self.playout.sent_samples, chunk))
+
+    async def _send_chunk(self, chunk: _Chunk) -> None:
+        item, spoken = chunk.message.item, chunk.message.spoken
+        audio = encode(chunk.samples, self._format)
+        sounds_ns = self.playout.sent(len(chunk.samples), self._clock.now_ns())
+        self._unheard.append(chunk)
+        spoken.sent_samples += len(chunk.samples)
+        if spoken.kept_samples is None:
+            item.content[0].audio_ms = spoken.sent_ms
+        self._forget_heard()
+        await self._sink(OutputAudio(self._response.id, item.id, audio))
+        self._on_audible(chunk.samples, sounds_ns)
+
+    def _forget_heard(self) -> None:
+        heard = self.playout.played_samples(self._clock.now_ns())
+        while self._unheard and self._unheard[0].end_sample <= heard:
+            self._unheard.popleft()
+
+    # --- held, because the caller may want to speak ---
+
+    def hold(self) -> None:
+        """Be silent at once. The player throws away what it has not played."""
+        if self._is_held:
+            return
+        self._is_held = True
+        self._may_send.clear()
+        heard = self.playout.hold(self._clock.now_ns())
+        lost = [chunk.behind(heard) for chunk in self._unheard if chunk.end_sample > heard]
+        self._unheard.clear()
+        self._to_repeat.extendleft(reversed(lost))
+        for message in self._messages:
+            sent = max(0, heard - message.start_sample)
+            message.spoken.sent_samples = min(message.spoken.sent_samples, sent)
+
+    async def release(self) -> None:
+        """Go on where it stopped, to the sample. Returns when that has caught up."""
+        self._is_held = False
+        for message in self._messages:
+            self._restore(message)
+        while self._to_repeat and not (self._is_held or self._is_stopped):
+            if wait_s := self.playout.wait_s(self._clock.now_ns()):
+                await self._clock.sleep(wait_s)
+                continue
+            await self._send_chunk(self._to_repeat.popleft())
+        if not self._is_held:
+            self._may_send.set()
+
+    def _restore(self, message: _Message) -> None:
+        """What the client cut when it fell silent is said after all."""
+        spoken, item = message.spoken, message.item
+        if spoken.kept_samples is not None:
+            spoken.kept_samples = None
+            item.content[0].text = spoken.timeline.text
+            item.content[0].audio_ms = spoken.sent_ms
+            item.status = "completed" if message.is_told else "in_progress"
 
     # --- calls ---
 

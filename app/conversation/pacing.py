@@ -21,13 +21,27 @@ class PlayoutClock:
         """Silence inside the reply because audio came too late."""
         self._lead_ns = lead_ms * 1_000_000
         self._ends_ns: int | None = None
+        self._was_held = False
+
+    def hold(self, now_ns: int) -> int:
+        """The player falls silent and forgets what it has not played.
+
+        Returns how much was heard; what is sent from now on follows that.
+        """
+        self.sent_samples = self.played_samples(now_ns)
+        if self._ends_ns is not None:
+            self._ends_ns = min(self._ends_ns, now_ns)
+        self._was_held = True
+        return self.sent_samples
 
     def sent(self, num_samples: int, now_ns: int) -> int:
         """Note that a chunk was sent; returns the instant at which it starts to sound."""
         starts_ns = now_ns
         if self._ends_ns is not None:
             starts_ns = max(now_ns, self._ends_ns)
-            self.gap_ns += starts_ns - self._ends_ns
+            if not self._was_held:
+                self.gap_ns += starts_ns - self._ends_ns
+        self._was_held = False
         self.sent_samples += num_samples
         self._ends_ns = starts_ns + num_samples * _NS // self.rate
         return starts_ns

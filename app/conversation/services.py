@@ -6,10 +6,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from app.config import Settings
+from app.conversation.load import Load
+from app.conversation.recognition import Recognition
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.trace import TraceStore
-from audio.asr import Recognizer
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 from llm_core import EngineClient
@@ -23,7 +24,8 @@ class Services:
     """
 
     engine: EngineClient
-    recognizer: Recognizer
+    recognition: Recognition
+    load: Load
     synthesizer: Synthesizer
     vad: VadModel
     workers: Executor

@@ -13,29 +13,10 @@ from functools import partial
 from typing import Any
 
 from app.clock import Clock, MonotonicClock
-from app.conversation.ahead import Ahead
-from app.conversation.dialog import (
-    Action,
-    AnnounceSpeech,
-    AudioCommitted,
-    AudioStarted,
-    Bot,
-    Caller,
-    CancelRequested,
-    CommitTurn,
-    CutPlayback,
-    Dialog,
-    DialogEvent,
-    DropTranscript,
-    ResponseFinished,
-    ResponseRequested,
-    Rules,
-    StartResponse,
-    StopResponse,
-    TranscriptReady,
-    TryTranscript,
-)
+from app.conversation import dialog as floor
+from app.conversation.ahead import Ahead, warm
 from app.conversation.events import (
+    IdleTimedOut,
     InputCleared,
     InputCommitted,
     Item,
@@ -54,28 +35,32 @@ from app.conversation.events import (
     TranscriptionFailed,
     TurnTraced,
 )
+from app.conversation.hearing import HeardTurn, Hearing, untold
 from app.conversation.history import History
+from app.conversation.idle import PROMPT, IdleWatch
 from app.conversation.ids import new_id
-from app.conversation.listener import RATE, Listener
+from app.conversation.listener import RATE
 from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.conversation.transcriber import Settled, Transcriber
+from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
+from audio.backchannel import is_backchannel
 from audio.endpoint import VoiceEnded
-from audio.voice_end import find_voice_end
-from llm_core import ChatMessage, LlmError
+from llm_core import ChatMessage
 
 log = logging.getLogger(__name__)
 
 _MIN_COMMIT_SAMPLES = RATE // 10
-# Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
-_MAX_BUFFER_S = 300.0
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
+# An answer is begun so long before the pause would end the turn: about what it takes to make.
+_LONG_WAIT_MS = 500
+# Nobody says "mhm" for so long.
+_SURE_INTERRUPTION_S = 1.5
 
 
 class Session:
@@ -93,14 +78,8 @@ class Session:
         self._services = services
         self._sink = sink
         self._clock = clock or MonotonicClock()
-        self._listener = Listener(
-            services.vad,
-            config,
-            eager_silence_ms=services.settings.eager_silence_ms,
-            max_buffer_s=_MAX_BUFFER_S,
-        )
-        self._transcriber = Transcriber(services.recognizer, services.workers, self._clock)
-        self._dialog = Dialog(Rules())
+        self._hearing = Hearing(services, config, self._clock)
+        self._dialog = floor.Dialog(floor.Rules())
         self._history = History()
         self._floor = asyncio.Lock()  # one event and its actions at a time
         self._turn: Turn | None = None  # the running one
@@ -108,26 +87,40 @@ class Session:
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ahead = Ahead()
-        self._item_id = new_id("item")  # of the user item that the buffer will become
-        self._start_sample = 0  # where that item's audio begins
         self._num_commits = 0
         self._last_audio_ns = 0
+        self._idle = IdleWatch()
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
     # --- lifecycle ---
 
     async def run(self) -> None:
-        """Watch for audio that stops coming in mid-speech. Runs until cancelled."""
+        """Watch for audio that stops coming in mid-speech, and for silence. Until cancelled."""
         while True:
             await self._clock.sleep(_STALL_S / 4)
-            quiet_s = (self._clock.now_ns() - self._last_audio_ns) / 1e9
-            if self._dialog.caller is not Caller.SILENT and quiet_s > _STALL_S:
+            now_ns = self._clock.now_ns()
+            quiet_s = (now_ns - self._last_audio_ns) / 1e9
+            if self._dialog.caller is not floor.Caller.SILENT and quiet_s > _STALL_S:
                 await self._end_speech()
+            is_quiet = self.is_idle and self._last_turn is not None
+            if self._idle.is_due(self.config.turn_detection, now_ns, is_quiet=is_quiet):
+                await self._speak_up(now_ns - self._idle.since_ns)
+
+    async def _speak_up(self, silence_ns: int) -> None:
+        """Nobody spoke for too long: the silence becomes an item, and is answered."""
+        item, end_ms = self._hearing.take_silence(silence_ns / 1e6)
+        previous = self._history.append_own(item)
+        start_ms = max(0, end_ms - silence_ns // 1_000_000)
+        await self._sink(IdleTimedOut(item.id, start_ms, end_ms))
+        await self._tell_committed(item, previous)
+        prompt = f"{self.config.instructions}\n{PROMPT}".strip()
+        self._heard = None
+        await self._feed(floor.ResponseRequested(ResponseRequest(instructions=prompt)))
 
     async def close(self) -> None:
         """Stop everything that runs for this caller; returns when nothing is left."""
-        self._transcriber.drop()
+        self._hearing.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -141,7 +134,7 @@ class Session:
         old, self.config = self.config, config
         if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
             async with self._floor:
-                self._listener.configure(config)
+                self._hearing.listener.configure(config)
                 await self._forget_speech()
         self._follow(config)
 
@@ -149,31 +142,47 @@ class Session:
 
     async def append_audio(self, payload: bytes, received_ns: int) -> None:
         """Take audio in the session's input format. Raises ClientError."""
-        for samples in self._listener.decode(payload):
+        listener = self._hearing.listener
+        for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
-            for event in self._listener.feed(samples, received_ns):
+            for event in listener.feed(samples, received_ns):
                 await self._feed(event)
-            speaking = self._dialog.caller is not Caller.SILENT
-            turn_samples = self._listener.position - self._start_sample
-            if speaking and turn_samples > self._services.settings.max_turn_s * RATE:
+            if self._dialog.caller is floor.Caller.SPEAKING:
+                await self._follow_words()
+            if self._dialog.is_held and self._hearing.turn_s > _SURE_INTERRUPTION_S:
+                await self._feed(floor.InterruptionJudged(is_meant=True))
+            speaking = self._dialog.caller is not floor.Caller.SILENT
+            if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
                 await self._end_speech()
             await asyncio.sleep(0)  # a long append must not hold up the other callers
 
+    async def _follow_words(self) -> None:
+        """Tell the words that have become certain, and let the model read them."""
+        self._hearing.follow_words()
+        new = self._hearing.take_stable()
+        if new and self._dialog.is_held and not is_backchannel(self._hearing.told):
+            await self._feed(floor.InterruptionJudged(is_meant=True))
+        if new and self.config.transcribe:
+            await self._sink(TranscriptionDelta(self._hearing.item_id, new))
+        if self._ahead.is_idle and (words := self._hearing.take_prompt()):
+            said = [*self._prompt(), ChatMessage("user", words)]
+            self._ahead.do(warm(self._services.engine, said))
+
     async def commit_audio(self) -> None:
         """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
-        kept = self._listener.kept_samples
+        kept = self._hearing.listener.kept_samples
         if kept < _MIN_COMMIT_SAMPLES:
             raise ClientError(
                 f"the input audio buffer holds {kept * 1000 // RATE} ms of audio; a commit needs "
                 "at least 100 ms",
                 code="input_audio_buffer_commit_empty",
             )
-        await self._feed(AudioCommitted())
+        await self._feed(floor.AudioCommitted())
 
     async def clear_audio(self) -> None:
         """Throw the buffered audio away."""
         async with self._floor:
-            self._listener.forget()
+            self._hearing.listener.forget()
             await self._forget_speech()
         await self._sink(InputCleared())
 
@@ -181,7 +190,7 @@ class Session:
 
     async def add_item(self, item: Item, previous_item_id: str | None = None) -> None:
         """Insert a message. Raises ClientError."""
-        if item.id == self._item_id:
+        if item.id == self._hearing.item_id:
             raise ClientError(
                 f"the id {item.id!r} belongs to the caller's turn in progress",
                 code="item_create_duplicate_item_id",
@@ -196,7 +205,11 @@ class Session:
     def is_idle(self) -> bool:
         """Nobody speaks, nothing is being answered, and what was said has been heard."""
         is_heard = self._last_turn is None or not self._last_turn.is_playing
-        return self._dialog.caller is Caller.SILENT and not self._dialog.has_response and is_heard
+        return (
+            self._dialog.caller is floor.Caller.SILENT
+            and not self._dialog.has_response
+            and is_heard
+        )
 
     @property
     def history(self) -> History:
@@ -230,7 +243,7 @@ class Session:
         # A turn whose words were known before the client asked has waited for the client, not for
         # us: the time since then is nobody's latency.
         self._heard = None
-        await self._feed(ResponseRequested(request or ResponseRequest()))
+        await self._feed(floor.ResponseRequested(request or ResponseRequest()))
 
     async def cancel_response(self, response_id: str | None = None) -> None:
         """Stop the active response. Raises ClientError when there is none, or another one."""
@@ -243,45 +256,61 @@ class Session:
                 code="response_cancel_not_active",
                 param="response_id" if response_id else None,
             )
-        await self._feed(CancelRequested())
+        await self._feed(floor.CancelRequested())
 
     # --- the floor ---
 
-    async def _feed(self, event: DialogEvent) -> None:
+    async def _feed(self, event: floor.DialogEvent) -> None:
         async with self._floor:
             for action in self._dialog.feed(event):
                 await self._perform(action)
 
-    async def _perform(self, action: Action) -> None:
+    async def _perform(self, action: floor.Action) -> None:
         match action:
-            case AnnounceSpeech():
+            case floor.AnnounceSpeech():
                 await self._announce(action.start_sample)
-            case StopResponse():
+            case floor.StopResponse():
                 await self._stop_response(action.reason)
-            case CutPlayback():
+            case floor.HoldResponse():
+                assert self._turn is not None, "an answer that sounds is running"
+                self._turn.hold()
+            case floor.ReleaseResponse():
+                if self._turn is not None:
+                    self._spawn(self._turn.release())
+            case floor.DropSpeech():
+                await self._drop_speech()
+            case floor.CutPlayback():
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
                     await self._sink(PlaybackCut())
-            case TryTranscript():
-                samples = self._listener.take(self._start_sample)
-                early = self._transcriber.try_early(samples, action.last_voiced_sample)
-                self._ahead.do(self._answer_early(early))
-            case DropTranscript():
-                self._transcriber.drop()
+            case floor.TryTranscript():
+                early = self._hearing.try_words(action.last_voiced_sample)
+                self._ahead.do(self._answer_early(early, action.last_voiced_sample))
+            case floor.DropTranscript():
+                self._hearing.drop_words()
                 await self._ahead.discard()
-            case CommitTurn():
+            case floor.CommitTurn():
                 await self._commit(action.heard_end)
-            case StartResponse():
+            case floor.StartResponse():
                 assert action.request is None or isinstance(action.request, ResponseRequest)
                 await self._start_response(action.request or ResponseRequest())
 
     async def _announce(self, start_sample: int) -> None:
         await self._ahead.discard()
-        self._start_sample = max(start_sample, self._listener.kept_from)
-        start_ms = self._start_sample * 1000 // RATE
-        await self._sink(SpeechStarted(self._item_id, start_ms))
+        self._idle.caller_spoke()
+        start_ms = self._hearing.begin(start_sample)
+        await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._ahead.do(self._warm(self._prompt()))
+        self._ahead.do(warm(self._services.engine, self._prompt()))
+
+    async def _drop_speech(self) -> None:
+        """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
+        listener = self._hearing.listener
+        end_ms = (listener.last_voiced_sample or listener.position) * 1000 // RATE
+        listener.forget()
+        self._hearing.forget()
+        await self._ahead.discard()
+        await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
     async def _stop_response(self, reason: str) -> None:
         turn, self._turn = self._turn, None
@@ -294,40 +323,28 @@ class Session:
             await self._sink(PlaybackCut())
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
-        now_ns = self._clock.now_ns()
-        listener, item_id = self._listener, self._item_id
-        start = self._start_sample if heard_end else listener.kept_from
-        end = heard_end.at_sample if heard_end else listener.position
-        last_voiced = heard_end.last_voiced_sample if heard_end else listener.last_voiced_sample
-        samples = listener.take(start, end)
-        settling = self._transcriber.settle(samples, last_voiced)
-        trace = TurnTrace(new_id("turn"), self.id, spoken=True)
-        voiced_len = (end if last_voiced is None else last_voiced) - start
-        trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
-        trace.mark("endpoint", now_ns)
-        listener.forget(end)
-        self._item_id = new_id("item")
+        heard = self._hearing.take(heard_end, self.id)
         self._num_commits += 1
-
-        part = Part("input_audio", None, len(samples) * 1000 / RATE)
-        item = Item(item_id, "user", [part])
+        item = heard.item
         previous = self._history.append_own(item)
         for evicted in self._history.take_evicted():
             await self._sink(ItemDeleted(evicted))
         if heard_end:
             end_ms = heard_end.last_voiced_sample * 1000 // RATE
-            await self._sink(SpeechStopped(item_id, end_ms))
-        await self._sink(InputCommitted(item_id, previous))
-        await self._sink(ItemAdded(item, previous))
-        await self._sink(ItemDone(item, previous))
-        self._spawn(self._settle(item, settling, trace, self._num_commits))
+            await self._sink(SpeechStopped(item.id, end_ms))
+        await self._tell_committed(item, previous)
+        self._spawn(self._settle(heard, self._num_commits))
 
-    async def _settle(
-        self, item: Item, settling: asyncio.Task[Settled], trace: TurnTrace, commit: int
-    ) -> None:
+    async def _tell_committed(self, item: Item, previous_id: str | None) -> None:
+        await self._sink(InputCommitted(item.id, previous_id))
+        await self._sink(ItemAdded(item, previous_id))
+        await self._sink(ItemDone(item, previous_id))
+
+    async def _settle(self, heard: HeardTurn, commit: int) -> None:
+        item, trace = heard.item, heard.trace
         part = item.content[0]
         try:
-            settled = await settling
+            settled = await heard.settling
         except Exception as caught:
             error = caught
             if not isinstance(error, RecognitionError):
@@ -341,22 +358,22 @@ class Session:
             trace.mark("asr_final", settled.at_ns)
             trace.facts["asr_ms"] = settled.transcript.took_ms
             if self.config.transcribe:
-                await self._tell_transcript(item.id, part)
+                await self._tell_transcript(item.id, part, heard.told)
         # Of turns in quick succession only the last one is answered (with all that was said).
         if commit == self._num_commits:
             self._heard = trace
-            await self._feed(TranscriptReady(bool(part.text)))
+            await self._feed(floor.TranscriptReady(bool(part.text)))
             if not self._dialog.has_response:
                 await self._ahead.discard()
 
-    async def _tell_transcript(self, item_id: str, part: Part) -> None:
+    async def _tell_transcript(self, item_id: str, part: Part, told: str) -> None:
         text = part.text or ""
-        if text:
-            await self._sink(TranscriptionDelta(item_id, text))
+        if rest := untold(told, text):
+            await self._sink(TranscriptionDelta(item_id, rest))
         await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
 
     async def _start_response(self, request: ResponseRequest) -> None:
-        if self._turn is not None or self._dialog.bot is not Bot.THINKING:
+        if self._turn is not None or self._dialog.bot is not floor.Bot.THINKING:
             return  # the floor was lost while this was on its way
         heard, self._heard = self._heard, None
         turn = None
@@ -370,7 +387,7 @@ class Session:
         else:
             turn.trace.begin_typed(self._clock.now_ns())
         turn.trace.facts.update(self._ahead.take_wasted())
-        turn.trace.facts["wasted_transcripts"] = self._transcriber.take_num_dropped()
+        turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
@@ -398,12 +415,12 @@ class Session:
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
         await turn.run()
-        actions: list[Action] = []
+        actions: list[floor.Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.
         if self._turn is turn:
             self._turn = None
-            actions = self._dialog.feed(ResponseFinished())
+            actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
         traced = turn.trace.to_dict()
         self._services.traces.add(traced)
@@ -423,30 +440,34 @@ class Session:
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
-            self._dialog.feed(AudioStarted())
+            self._dialog.feed(floor.AudioStarted())
 
     # --- ahead of certainty ---
 
-    async def _answer_early(self, early: asyncio.Task[Settled]) -> None:
+    async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
-        settled = await asyncio.shield(early)
-        words = settled.transcript.text
+        services = self._services
+        words = (await asyncio.shield(early)).transcript.text
+        if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
+            await self._feed(floor.InterruptionJudged(is_meant=not is_backchannel(words)))
+        if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
+            return
         said = [*self._prompt(), ChatMessage("user", words)]
+        events, left_ms = await self._hearing.judge_pause(said, last_voiced)
+        for event in events:
+            await self._feed(event)
+        if left_ms > _LONG_WAIT_MS:
+            # Most likely the caller goes on: no work for nothing until the wait is nearly over.
+            await self._clock.sleep((left_ms - _LONG_WAIT_MS) / 1000)
         async with self._floor:
             # The caller may have gone on, or finished, while the words were made.
-            if not words or self._dialog.caller is not Caller.MAYBE_FINISHED:
+            if not words or self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
                 return
-            if self._services.settings.eager_reply and self._dialog.will_answer:
+            wanted = services.settings.eager_reply and self._dialog.will_answer
+            if wanted and services.load.may_speculate():
                 await self._ahead.hold(self._make_turn(ResponseRequest(), said))
                 return
-        await self._warm(said)
-
-    async def _warm(self, messages: list[ChatMessage]) -> None:
-        try:
-            await self._services.engine.prefill(messages)
-        except LlmError as error:
-            # Only a head start is lost; the turn itself meets the same error and reports it.
-            log.info("prefill in advance failed: %s", error)
+        await warm(services.engine, said)
 
     # --- helpers ---
 
@@ -455,23 +476,21 @@ class Session:
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:
-        detection = config.turn_detection
-        self._dialog.rules = (
-            Rules(detection.create_response, detection.interrupt_response) if detection else Rules()
-        )
-        self._transcriber.language = config.language
-        self._transcriber.prompt = config.transcription_prompt
+        self._dialog.rules = floor.Rules.of(config.turn_detection)
+        self._hearing.follow(config)
 
     async def _forget_speech(self) -> None:
-        self._dialog.forget_caller()
-        self._transcriber.drop()
+        actions = self._dialog.forget_caller()
+        self._hearing.forget()
         await self._ahead.discard()
-        self._start_sample = self._listener.position
+        for action in actions:
+            await self._perform(action)
 
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""
-        position = self._listener.position
-        last_voiced = self._listener.last_voiced_sample or position
+        listener = self._hearing.listener
+        position = listener.position
+        last_voiced = listener.last_voiced_sample or position
         await self._feed(VoiceEnded(last_voiced, position))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

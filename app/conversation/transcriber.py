@@ -1,21 +1,29 @@
-"""The words of the caller's turn, tried early and settled at its end.
+"""The words of the caller's turn: followed while it goes on, tried early, settled at its end.
 
-When the voice pauses, the turn may be over. Transcribing at once, in hope, takes the recogniser off
-the critical path: if the pause turns out to be the end, the words are there already.
+While the caller speaks the turn is transcribed again and again, as often as the recogniser has
+time; words that two runs agree on are told at once. When the voice pauses, the turn may be over:
+transcribing in hope takes the recogniser off the critical path, for if the pause turns out to be
+the end, the words are there already.
 """
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
 from app.clock import Clock
-from app.errors import RecognitionError
-from audio.asr import Recognizer, Transcript
-from audio.errors import AudioError
-from audio.frame import Samples
+from app.conversation.recognition import BusyRecognizerError, Job, Recognition, Urgency
+from audio.asr import Transcript
+from audio.asr_agreement import Agreement
+from audio.frame import SPEECH_RATE, Samples
+
+# Partials: not before so much of a turn is there, and no oftener than that.
+_MIN_PARTIAL_S = 0.6
+_PARTIAL_EVERY_S = 0.5
+# The recogniser may spend one part in so many of a caller's time on partials.
+_PARTIAL_SHARE = 3.0
+# A longer turn costs too much to hear again and again.
+_MAX_PARTIAL_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +35,93 @@ class Settled:
 
 
 class Transcriber:
-    """Transcripts of one caller; the recogniser and its threads are shared."""
+    """Transcripts of one caller; the recogniser is shared."""
 
-    def __init__(self, recognizer: Recognizer, workers: Executor, clock: Clock) -> None:
-        self._recognizer = recognizer
-        self._workers = workers
+    def __init__(self, recognition: Recognition, clock: Clock) -> None:
+        self._recognition = recognition
         self._clock = clock
         self._early: asyncio.Task[Settled] | None = None
+        self._early_job: Job | None = None
         self._early_end: int | None = None
+        self._partial: asyncio.Task[None] | None = None
+        self._agreement = Agreement()
+        self._next_partial_s = _MIN_PARTIAL_S
         self.language: str | None = None
         self.prompt: str | None = None
         self._num_dropped = 0
 
+    # --- while the caller speaks ---
+
+    @property
+    def stable_text(self) -> str:
+        """The beginning of the turn's words, as far as it will stay."""
+        return self._agreement.stable
+
+    def begin_turn(self) -> None:
+        """A new turn: nothing of the last one is stable any more."""
+        self.drop()
+        self._drop_partial()
+        self._agreement = Agreement()
+        self._next_partial_s = _MIN_PARTIAL_S
+
+    def wants_partial(self, turn_samples: int) -> bool:
+        """Whether it is time to look at a turn that is ``turn_samples`` long by now."""
+        turn_s = turn_samples / SPEECH_RATE
+        return (
+            self._next_partial_s <= turn_s <= _MAX_PARTIAL_S
+            and self._partial is None
+            and not self._recognition.is_busy
+        )
+
+    def follow(self, samples: Samples) -> None:
+        """Look at the turn so far, so that ``stable_text`` grows."""
+        self._partial = asyncio.create_task(self._follow(samples))
+        self._partial.add_done_callback(self._on_partial_done)
+
+    async def _follow(self, samples: Samples) -> None:
+        try:
+            transcript = await self._submit(samples, Urgency.PARTIAL).result
+        except BusyRecognizerError:
+            return  # somebody's turn has ended: that comes first
+        cost_s = transcript.took_ms / 1000
+        spacing_s = max(_PARTIAL_EVERY_S, _PARTIAL_SHARE * cost_s)
+        self._next_partial_s = samples.size / SPEECH_RATE + spacing_s
+        self._agreement.feed(transcript.text)
+
+    def _on_partial_done(self, task: asyncio.Task[None]) -> None:
+        if self._partial is task:
+            self._partial = None
+        if not task.cancelled() and task.exception() is not None:
+            # The end of the turn meets the same failure and reports it.
+            self._next_partial_s = float("inf")
+
+    def _drop_partial(self) -> None:
+        if self._partial is not None:
+            self._partial.cancel()
+            self._partial = None
+
+    # --- when it may be over ---
+
     def try_early(self, samples: Samples, last_voiced_sample: int) -> asyncio.Task[Settled]:
         """Start transcribing a turn that may be over. The task is cancelled if it is not."""
         self.drop()
+        self._drop_partial()
         self._early_end = last_voiced_sample
-        self._early = asyncio.create_task(self.transcribe(samples))
+        self._early_job = self._submit(samples, Urgency.EARLY)
+        self._early = asyncio.create_task(self._settled(self._early_job))
         # A failure matters only to whoever settles on this attempt; dropped, it is nobody's.
         self._early.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._early
 
     def drop(self) -> None:
-        """The caller goes on: forget the early transcript."""
-        if self._early is not None:
+        """The caller goes on: forget the early transcript, but for what it says of the words."""
+        early = self._early
+        if early is not None:
             self._num_dropped += 1
-            self._early.cancel()
-        self._early = self._early_end = None
+            if early.done() and not early.cancelled() and early.exception() is None:
+                self._agreement.feed(early.result().transcript.text)
+            early.cancel()
+        self._early = self._early_job = self._early_end = None
 
     def take_num_dropped(self) -> int:
         """How many early transcripts were for nothing since the last call."""
@@ -65,21 +133,30 @@ class Transcriber:
 
         The task raises RecognitionError.
         """
-        early, end = self._early, self._early_end
-        if early is not None and end == last_voiced_sample:
-            self._early = self._early_end = None
+        early, job, end = self._early, self._early_job, self._early_end
+        self._drop_partial()
+        self._agreement = Agreement()
+        self._next_partial_s = _MIN_PARTIAL_S
+        if early is not None and job is not None and end == last_voiced_sample:
+            self._early = self._early_job = self._early_end = None
+            job.urgency = Urgency.FINAL
             return early
         self.drop()
         return asyncio.create_task(self.transcribe(samples))
 
     async def transcribe(self, samples: Samples) -> Settled:
         """Transcribe ``samples`` float32 [n] at 16 kHz now. Raises RecognitionError."""
-        loop = asyncio.get_running_loop()
-        job = partial(
-            self._recognizer.transcribe, samples, prompt=self.prompt, language=self.language
+        return await self._settled(self._submit(samples, Urgency.FINAL))
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.drop()
+        self._drop_partial()
+
+    def _submit(self, samples: Samples, urgency: Urgency) -> Job:
+        return self._recognition.submit(
+            samples, urgency, prompt=self.prompt, language=self.language
         )
-        try:
-            transcript = await loop.run_in_executor(self._workers, job)
-        except AudioError as error:
-            raise RecognitionError(f"speech recognition failed: {error}") from error
-        return Settled(transcript, self._clock.now_ns())
+
+    async def _settled(self, job: Job) -> Settled:
+        return Settled(await job.result, self._clock.now_ns())

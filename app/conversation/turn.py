@@ -22,11 +22,11 @@ import numpy as np
 from app.clock import Clock
 from app.conversation.calling import Calling
 from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
-from app.conversation.history import History, shortened
+from app.conversation.history import History, shortened, without_tools
 from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.conversation.tools import choice_after_results
+from app.conversation.tools import Outcome, choice_after_results
 from app.errors import GenerationError, ServiceError, SynthesisError
 from app.observe.trace import TurnTrace
 from audio.errors import AudioError
@@ -161,6 +161,15 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    def hold(self) -> None:
+        """Silence now; the answer may go on where it stopped."""
+        self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
+        self._output.hold()
+
+    async def release(self) -> None:
+        """Go on where the answer stopped. Returns when it has caught up."""
+        await self._output.release()
+
     @property
     def is_playing(self) -> bool:
         """The player still has some of it to play."""
@@ -183,10 +192,13 @@ class Turn:
     async def _think(self, texts: asyncio.Queue[_Piece | None]) -> None:
         """The model's words, in the pieces in which they will be presented.
 
-        When it calls tools of ours, it is asked again with what they gave back: one round each.
+        When it calls tools of ours, it is asked again with what they gave back: one round each. If
+        it has called often enough, or only asks again what it knows, it must answer in words.
         """
         messages, choice = self.messages, self.config.tool_choice
+        known: dict[tuple[str, str], Outcome] = {}
         max_rounds = self._services.settings.max_tool_rounds
+        may_call = True
         for number in range(max_rounds + 1):
             async with Calling(
                 self._services,
@@ -195,9 +207,10 @@ class Turn:
                 self._output,
                 self._released,
                 part=2 * number,
-                may_run=number < max_rounds,
+                known=known,
+                may_call=may_call,
             ) as calling:
-                await self._read(messages, calling, texts)
+                await self._read(messages if may_call else without_tools(messages), calling, texts)
                 if not calling.calls:
                     break
                 results = await calling.results(self._clock, partial(self._say_filler, texts))
@@ -205,6 +218,7 @@ class Turn:
                 if results is None:
                     break
             messages, choice = [*messages, *results], choice_after_results(choice)
+            may_call = number + 1 < max_rounds and calling.brought_news
         await texts.put(None)
 
     async def _read(
@@ -282,8 +296,9 @@ class Turn:
                 self.trace.facts["dropped_messages"] = num_messages - len(messages)
             try:
                 async with aclosing(self._services.engine.generate(messages, params)) as events:
-                    async for event in events:
-                        yield event
+                    with self._services.load.generating():
+                        async for event in events:
+                            yield event
                 return
             except PromptTooLongError as error:
                 shorter = None if ratio == 0 else shortened(messages, ratio or 0.5)

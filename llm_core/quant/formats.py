@@ -19,6 +19,7 @@ __all__ = [
     "float_rows",
     "quantize_float8",
     "quantize_int8",
+    "row_range",
     "stack_rows",
     "take_rows",
     "to_float",
@@ -37,6 +38,18 @@ def take_rows(weight: Weight, indices: torch.Tensor) -> Weight:
     if isinstance(weight, torch.Tensor):
         return weight.index_select(0, indices)
     return weight.rows(indices)
+
+
+def row_range(weight: Weight, first: int, last: int) -> Weight:
+    """Rows [first, last), a view; ``last`` may lie beyond the end."""
+    if isinstance(weight, torch.Tensor):
+        return weight[first:last]
+    if isinstance(weight, BlockTensor):
+        return BlockTensor(weight.kind, weight.blocks[first:last])
+    zero = None if weight.zero is None else weight.zero[first:last]
+    return GroupedCodes(
+        weight.codes[first:last], weight.scale[first:last], zero, weight.bits, weight.group
+    )
 
 
 def float_rows(weight: Weight, indices: torch.Tensor) -> torch.Tensor:

@@ -8,19 +8,21 @@ groupings and weights stored as floats are rounded to 8 bits in groups of 32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.native import PackedMatrix, WeightMemory
 from kernels.native.library import GROUP, TILE
-from llm_core.quant.formats import Weight
+from llm_core.quant.formats import Weight, row_range
 from llm_core.quant.grouped import GroupedCodes, quantize_grouped, to_grouped
 
 # The largest scale or zero point is brought just below this: float16 then has 27 binary orders of
 # magnitude below it before a scale loses precision.
 _LARGEST_LOG2 = 14
+# Weights that are held unpacked at once, at up to 8 bytes each.
+_SLICE_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,60 +45,86 @@ class _Unsigned:
 def pack_stacked(memory: WeightMemory, weights: Sequence[Weight]) -> PackedMatrix:
     """[N1, K], [N2, K], ... as one matrix [N1 + N2 + ..., K]. Raises ValueError for weights that
     are not finite."""
-    num_in = weights[0].shape[1]
-    parts = _alike([_unsigned(weight) for weight in weights])
-    matrix = _room(memory, sum(weight.shape[0] for weight in weights), num_in, parts)
+    num_rows = sum(weight.shape[0] for weight in weights)
+    form = _common_form(weights)
+    matrix = form.room(memory, num_rows, weights[0].shape[1])
     first_row = 0
-    for part in parts:
-        _pack(matrix, part, first_row, 1)
-        first_row += part.codes.shape[0]
+    for weight in weights:
+        for start, part in _slices(weight):
+            form.pack(matrix, part, first_row + start, 1)
+        first_row += weight.shape[0]
     return matrix
 
 
 def pack_gated(memory: WeightMemory, gate: Weight, up: Weight) -> PackedMatrix:
     """Two matrices [N, K], tile by tile in turn; the result's num_out is N (see GATED)."""
-    parts = _alike([_unsigned(gate), _unsigned(up)])
     padded = -(-gate.shape[0] // TILE) * TILE
-    matrix = _room(memory, 2 * padded, gate.shape[1], parts)
-    for index, part in enumerate(parts):
-        _pack(matrix, part, index * TILE, 2)
+    form = _common_form((gate, up))
+    matrix = form.room(memory, 2 * padded, gate.shape[1])
+    for index, weight in enumerate((gate, up)):
+        for start, part in _slices(weight):
+            form.pack(matrix, part, 2 * start + index * TILE, 2)
     matrix.struct.num_out = gate.shape[0]
     return matrix
 
 
-def _room(
-    memory: WeightMemory, num_out: int, num_in: int, parts: Sequence[_Unsigned]
-) -> PackedMatrix:
-    largest = max(
-        float(values.abs().max())
-        for p in parts
-        for values in (p.scale, p.zero)
-        if values is not None
-    )
-    if not math.isfinite(largest):
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What all rows of a packed matrix have in common."""
+
+    bits: int
+    has_zero: bool
+    offset: int
+    largest: float
+
+    def room(self, memory: WeightMemory, num_out: int, num_in: int) -> PackedMatrix:
+        return memory.matrix(
+            num_out,
+            num_in,
+            bits=self.bits,
+            has_zero=self.has_zero,
+            offset=self.offset,
+            log2_scale=_LARGEST_LOG2 - math.frexp(self.largest)[1] if self.largest > 0 else 0,
+        )
+
+    def pack(self, matrix: PackedMatrix, part: _Unsigned, first_row: int, tile_step: int) -> None:
+        """Rows of the same values, in this form."""
+        part = part.with_zero() if self.has_zero else part
+        factor = 1 / matrix.struct.post_scale
+        zero = None if part.zero is None else part.zero * factor
+        matrix.pack(part.codes, part.scale * factor, zero, first_row=first_row, tile_step=tile_step)
+
+
+def _common_form(weights: Sequence[Weight]) -> _Form:
+    """Looks at all rows once, so that they need not be held at once, unpacked, to be packed."""
+    forms = set()
+    with_offset = with_zero = 0.0
+    for weight in weights:
+        for _, part in _slices(weight):
+            forms.add((part.bits, part.zero is None, part.offset))
+            scale = float(part.scale.abs().max())
+            zero = part.with_zero().zero
+            assert zero is not None, "with_zero gives one"
+            with_offset = _larger(with_offset, scale)
+            with_zero = _larger(with_zero, scale, float(zero.abs().max()))
+    bits = max(form[0] for form in forms)
+    if len({form[1:] for form in forms}) > 1:
+        return _Form(bits, True, 0, with_zero)
+    _, has_none, offset = next(iter(forms))
+    return _Form(bits, not has_none, offset, with_offset if has_none else with_zero)
+
+
+def _larger(*numbers: float) -> float:
+    if not all(map(math.isfinite, numbers)):
         raise ValueError("weight has a scale or zero point that is not finite")
-    return memory.matrix(
-        num_out,
-        num_in,
-        bits=parts[0].bits,
-        has_zero=parts[0].zero is not None,
-        offset=parts[0].offset,
-        log2_scale=_LARGEST_LOG2 - math.frexp(largest)[1] if largest > 0 else 0,
-    )
+    return max(numbers)
 
 
-def _pack(matrix: PackedMatrix, part: _Unsigned, first_row: int, tile_step: int) -> None:
-    factor = 1 / matrix.struct.post_scale
-    zero = None if part.zero is None else part.zero * factor
-    matrix.pack(part.codes, part.scale * factor, zero, first_row=first_row, tile_step=tile_step)
-
-
-def _alike(parts: Sequence[_Unsigned]) -> list[_Unsigned]:
-    """The parts with the same bits and the same kind of zero, their values unchanged."""
-    bits = max(part.bits for part in parts)
-    if len({(part.offset, part.zero is None) for part in parts}) > 1:
-        parts = [part.with_zero() for part in parts]
-    return [_Unsigned(p.codes, p.scale, p.zero, bits, p.offset) for p in parts]
+def _slices(weight: Weight) -> Iterator[tuple[int, _Unsigned]]:
+    """(first row, rows) of all rows, a whole number of tiles at a time."""
+    num_rows = max(1, _SLICE_WEIGHTS // weight.shape[1] // TILE) * TILE
+    for start in range(0, weight.shape[0], num_rows):
+        yield start, _unsigned(row_range(weight, start, start + num_rows))
 
 
 def _unsigned(weight: Weight) -> _Unsigned:

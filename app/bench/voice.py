@@ -1,0 +1,201 @@
+"""Callers who talk to a server at speaking pace, and what a recording of both sides shows.
+
+Latency is the silence in the recording; the server's own account stands beside it, and the
+difference between the two is reported, so that neither has to be believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.bench.figures import cpu_seconds, percentiles, word_errors
+from app.bench.voice_script import SCRIPT, Kind, Utterance, speak_line
+from app.config import load_settings
+from app.model_store import ModelStore
+from app.recording import RATE
+from app.server_process import own_server
+from app.talk_client import NoReplyError, NoSpeechError, TalkClient, TalkResult, open_talk
+from audio.tts import Synthesizer
+from audio.vad import VadModel
+
+_TIMEOUT_S = 20.0
+# Callers do not begin in the same moment.
+_STAGGER_S = 0.7
+# A pause in a reply that a listener notices.
+_PLAYOUT_GAP_MS = 200.0
+
+
+@dataclass
+class Tally:
+    """What all callers met, in the order in which it happened."""
+
+    v2v_ms: list[float] = field(default_factory=list)
+    gap_ms: list[float] = field(default_factory=list)
+    difference_ms: list[float] = field(default_factory=list)
+    barge_in_ms: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    false_cutoffs: int = 0
+    missed_turns: int = 0
+    missed_barge_ins: int = 0
+    playout_gaps: int = 0
+    failed_replies: int = 0
+    word_errors: int = 0
+    num_words: int = 0
+    wasted_tokens: int = 0
+    wasted_answers: int = 0
+    wasted_transcripts: int = 0
+
+    def take(self, said: Utterance, result: TalkResult) -> None:
+        """One utterance and what came of it."""
+        self.num_turns += said.num_turns
+        num_heard = sum(len(turn.heard) for turn in result.turns)
+        self.false_cutoffs += max(0, num_heard - said.num_turns)
+        self.missed_turns += max(0, said.num_turns - num_heard)
+        heard = " ".join(turn.transcript for turn in result.turns)
+        errors, num_words = word_errors(said.text, heard)
+        self.word_errors += errors
+        self.num_words += num_words
+        self.failed_replies += sum(turn.status == "failed" for turn in result.turns)
+        if said.line.kind is Kind.BARGE_IN:
+            self._take_barge_in(said, result)
+        for turn, gap in zip(result.turns, result.gaps_ms, strict=True):
+            trace = turn.trace or {}
+            facts = trace.get("facts") or {}
+            self.wasted_tokens += facts.get("wasted_tokens", 0)
+            self.wasted_answers += facts.get("wasted_answers", 0)
+            self.wasted_transcripts += facts.get("wasted_transcripts", 0)
+            self.playout_gaps += (facts.get("playout_gap_ms") or 0.0) > _PLAYOUT_GAP_MS
+            own = trace.get("voice_to_voice_ms")
+            if own is not None:
+                self.v2v_ms.append(own)
+            if gap is not None:
+                self.gap_ms.append(gap)
+            if own is not None and gap is not None:
+                self.difference_ms.append(abs(own - gap))
+
+    def _take_barge_in(self, said: Utterance, result: TalkResult) -> None:
+        onset = said.audio.voiced.first_after(said.second_from)
+        stops = [at for at in result.silenced_at if onset is not None and at >= onset]
+        if onset is None or not stops:
+            self.missed_barge_ins += 1  # or the reply was over before
+        else:
+            self.barge_in_ms.append((stops[0] - onset) * 1000 / RATE)
+
+    def to_dict(self, callers: int, cpu_s: float | None, wall_s: float) -> dict[str, Any]:
+        """The figures for programs."""
+        per_turn = None if cpu_s is None else round(cpu_s / max(1, self.num_turns), 2)
+        return {
+            "callers": callers,
+            "turns": self.num_turns,
+            "wall_s": round(wall_s, 1),
+            "v2v_ms": percentiles(self.v2v_ms),
+            "gap_in_recording_ms": percentiles(self.gap_ms)
+            | {"difference": percentiles(self.difference_ms)},
+            "barge_in_ms": percentiles(self.barge_in_ms),
+            "missed_barge_ins": self.missed_barge_ins,
+            "false_cutoffs": self.false_cutoffs,
+            "missed_turns": self.missed_turns,
+            "failed_replies": self.failed_replies,
+            "playout_gaps": self.playout_gaps,
+            "wer": round(self.word_errors / max(1, self.num_words), 4),
+            "wasted_tokens": self.wasted_tokens,
+            "wasted_answers": self.wasted_answers,
+            "wasted_transcripts": self.wasted_transcripts,
+            "cpu": {"seconds_per_turn": per_turn},
+        }
+
+
+def run(
+    *,
+    callers: int = 1,
+    turns: int = 8,
+    url: str | None = None,
+    api_key: str | None = None,
+    home: Path | None = None,
+    record: Path | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> dict[str, Any]:
+    """``callers`` at once say ``turns`` utterances each; the figures.
+
+    Without ``url`` a server is started for it; only then is its CPU time known. ``record``: a
+    folder for the recordings, left the caller, right the replies. Raises ParleyError.
+    """
+    if record is not None:
+        record.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(_run(callers, turns, url, api_key, home, record, on_note))
+
+
+async def _run(
+    callers: int,
+    turns: int,
+    url: str | None,
+    api_key: str | None,
+    home: Path | None,
+    record: Path | None,
+    on_note: Callable[[str], None],
+) -> dict[str, Any]:
+    settings = load_settings(home=home)
+    voice = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model))
+    vad = VadModel()
+    on_note("speaking the script")
+    script = [speak_line(line, voice, vad) for line in SCRIPT[:turns]]
+    tally = Tally()
+    async with AsyncExitStack() as stack:
+        pid = None
+        if url is None:
+            server = await stack.enter_async_context(own_server(home=home))
+            url, pid = server.url, server.process.pid
+        cpu_before, started = _cpu(pid), time.monotonic()
+        async with asyncio.TaskGroup() as calls:
+            for number in range(callers):
+                call = _Caller(number, script, turns, tally, record, on_note)
+                calls.create_task(call.talk(url, api_key))
+        wall_s, cpu_after = time.monotonic() - started, _cpu(pid)
+    cpu_s = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
+    return tally.to_dict(callers, cpu_s, wall_s)
+
+
+def _cpu(pid: int | None) -> float | None:
+    return None if pid is None else cpu_seconds(pid)
+
+
+@dataclass
+class _Caller:
+    number: int
+    script: list[Utterance]
+    turns: int
+    tally: Tally
+    record: Path | None
+    on_note: Callable[[str], None]
+
+    async def talk(self, url: str, api_key: str | None) -> None:
+        await asyncio.sleep(self.number * _STAGGER_S)
+        async with open_talk(url, api_key=api_key) as client:
+            for index in range(self.turns):
+                # Not all callers say the same at the same time.
+                said = self.script[(index + 3 * self.number) % len(self.script)]
+                await self._say(client, said, index)
+
+    async def _say(self, client: TalkClient, said: Utterance, index: int) -> None:
+        name = f"caller {self.number + 1}, {index + 1}/{self.turns}"
+        try:
+            result = await client.speak(said.audio, timeout_s=_TIMEOUT_S)
+        except (NoSpeechError, NoReplyError) as error:
+            self.tally.num_turns += said.num_turns
+            self.tally.missed_turns += said.num_turns
+            self.on_note(f"{name}: {error}")
+            return
+        self.tally.take(said, result)
+        if self.record is not None:
+            result.recording.write(self.record / f"caller{self.number + 1}_{index + 1:02d}.wav")
+        waits = ", ".join("none" if gap is None else f"{gap:.0f}" for gap in result.gaps_ms)
+        heard = " | ".join(
+            " / ".join(text or "-" for text in t.heard.values()) for t in result.turns
+        )
+        self.on_note(f"{name}: {waits} ms; heard {heard!r}")

@@ -1,0 +1,193 @@
+"""What the caller is saying: the audio of the turn at hand, its words as far as they are known, and
+whether it sounds finished.
+
+    input   ... | [start_sample, position) the turn at hand |
+    words   told to the client | stable, not told yet | not certain
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from app.clock import Clock
+from app.conversation.events import Item, Part
+from app.conversation.ids import new_id
+from app.conversation.listener import RATE, Listener
+from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
+from app.conversation.transcriber import Settled, Transcriber
+from app.conversation.turn_judge import silence_ms
+from app.observe.trace import TurnTrace
+from audio.asr_agreement import rest_after
+from audio.endpoint import VoiceEnded, VoiceEvent
+from audio.voice_end import find_voice_end
+from llm_core import ChatMessage
+
+# Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
+_MAX_BUFFER_S = 300.0
+# Fewer new words are not worth a prompt of their own.
+_WORDS_TO_READ = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HeardTurn:
+    """A turn that is over. ``settling`` gives its words, of which ``told`` are told already."""
+
+    item: Item
+    trace: TurnTrace
+    settling: asyncio.Task[Settled]
+    told: str
+
+
+class Hearing:
+    """The caller's side of one conversation."""
+
+    def __init__(self, services: Services, config: SessionConfig, clock: Clock) -> None:
+        self.listener = Listener(
+            services.vad,
+            config,
+            eager_silence_ms=services.settings.eager_silence_ms,
+            max_buffer_s=_MAX_BUFFER_S,
+        )
+        self.item_id = new_id("item")
+        """Of the user item that the turn will become."""
+        self.start_sample = 0
+        """Where that item's audio begins."""
+        self._services = services
+        self._config = config
+        self._clock = clock
+        self._transcriber = Transcriber(services.recognition, clock)
+        self._told = ""
+        self._num_read_words = 0
+        self.follow(config)
+
+    # --- settings ---
+
+    def follow(self, config: SessionConfig) -> None:
+        """Use a changed configuration from now on."""
+        self._config = config
+        self._transcriber.language = config.language
+        self._transcriber.prompt = config.transcription_prompt
+
+    # --- a turn goes on ---
+
+    @property
+    def turn_s(self) -> float:
+        """Length of the turn at hand."""
+        return (self.listener.position - self.start_sample) / RATE
+
+    def begin(self, start_sample: int) -> int:
+        """A turn begins; returns its start in ms of the session's audio."""
+        self.start_sample = max(start_sample, self.listener.kept_from)
+        self._begin_words()
+        return self.start_sample * 1000 // RATE
+
+    def follow_words(self) -> None:
+        """While the caller speaks: have a look at the words so far, if the recogniser has time."""
+        if not self._services.settings.partial_transcripts:
+            return
+        if self._transcriber.wants_partial(self.listener.position - self.start_sample):
+            self._transcriber.follow(self.listener.take(self.start_sample))
+
+    def take_stable(self) -> str:
+        """Words of the turn that are certain and were not taken yet."""
+        new = self._transcriber.stable_text[len(self._told) :]
+        self._told += new
+        return new
+
+    @property
+    def told(self) -> str:
+        """The stable words that were taken."""
+        return self._told
+
+    def take_prompt(self) -> str:
+        """The stable words, if enough have come since the last time to be worth reading; or ""."""
+        num_words = len(self._told.split())
+        if num_words < self._num_read_words + _WORDS_TO_READ:
+            return ""
+        self._num_read_words = num_words
+        return self._told
+
+    # --- it may be over ---
+
+    def try_words(self, last_voiced_sample: int) -> asyncio.Task[Settled]:
+        """The words of a turn that may be over since ``last_voiced_sample``, in the making."""
+        samples = self.listener.take(self.start_sample)
+        return self._transcriber.try_early(samples, last_voiced_sample)
+
+    async def judge_pause(
+        self, said: list[ChatMessage], last_voiced_sample: int
+    ) -> tuple[list[VoiceEvent], int]:
+        """Let what was said decide how long the pause may last.
+
+        ``said`` ends with the caller's words so far. Returns the end of the turn, if it has come
+        by now, and the ms that are left until it does.
+        """
+        detection = self._config.turn_detection
+        if detection is None or detection.kind != "semantic_vad":
+            return [], 0
+        samples = self.listener.take(self.start_sample)
+        voiced_len = last_voiced_sample - self.start_sample
+        wait_ms = await silence_ms(self._services, detection, said, samples, voiced_len)
+        events = self.listener.end_after(last_voiced_sample, wait_ms)
+        return events, wait_ms - self.listener.silence_ms
+
+    def drop_words(self) -> None:
+        """The caller goes on: what was tried is void."""
+        self._transcriber.drop()
+
+    def take_num_dropped(self) -> int:
+        """How many transcripts were for nothing since the last call."""
+        return self._transcriber.take_num_dropped()
+
+    # --- it is over ---
+
+    def take(self, heard_end: VoiceEnded | None, session_id: str) -> HeardTurn:
+        """The turn at hand becomes an item; the next one begins. ``heard_end`` None: by hand."""
+        now_ns = self._clock.now_ns()
+        listener = self.listener
+        start = self.start_sample if heard_end else listener.kept_from
+        end = heard_end.at_sample if heard_end else listener.position
+        last_voiced = heard_end.last_voiced_sample if heard_end else listener.last_voiced_sample
+        samples = listener.take(start, end)
+        settling = self._transcriber.settle(samples, last_voiced)
+        trace = TurnTrace(new_id("turn"), session_id, spoken=True)
+        voiced_len = (end if last_voiced is None else last_voiced) - start
+        trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
+        trace.mark("endpoint", now_ns)
+        part = Part("input_audio", None, len(samples) * 1000 / RATE)
+        heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
+        listener.forget(end)
+        self._next_item()
+        return heard
+
+    def take_silence(self, silence_ms: float) -> tuple[Item, int]:
+        """A silence as an item without words, and its end in ms of the session's audio."""
+        item = Item(self.item_id, "user", [Part("input_audio", "", silence_ms)])
+        self._next_item()
+        return item, self.listener.position * 1000 // RATE
+
+    def forget(self) -> None:
+        """Throw the turn at hand away: it is not the caller's, or nobody wants it."""
+        self._begin_words()
+        self.start_sample = self.listener.position
+
+    def close(self) -> None:
+        """Stop all work."""
+        self._transcriber.close()
+
+    def _next_item(self) -> None:
+        self.item_id = new_id("item")
+        self._told = ""
+        self._num_read_words = 0
+
+    def _begin_words(self) -> None:
+        self._transcriber.begin_turn()
+        self._told = ""
+        self._num_read_words = 0
+
+
+def untold(told: str, text: str) -> str:
+    """What of the final ``text`` the client has not been told; "" when that cannot be added."""
+    return rest_after(told, text) or ""

@@ -1,0 +1,142 @@
+"""One recogniser for all callers: who is served next, and who is turned away.
+
+The recogniser works on one piece of audio at a time. The end of a turn goes before a turn that may
+have ended, and that before a look at a turn that is going on; within a kind, first come, first
+served. A caller has at most one job of each kind in the queue, so nobody can crowd out the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+
+from app.errors import RecognitionError
+from audio.asr import Recognizer, Transcript
+from audio.errors import AudioError
+from audio.frame import Samples
+
+
+class Urgency(IntEnum):
+    """The smaller, the sooner."""
+
+    FINAL = 0
+    EARLY = 1
+    PARTIAL = 2
+
+
+class BusyRecognizerError(RecognitionError):
+    """Too many callers wait for the recogniser already."""
+
+    code = "recognizer_busy"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One piece of audio on its way. ``urgency`` may be raised while it waits."""
+
+    samples: Samples
+    prompt: str | None
+    language: str | None
+    urgency: Urgency
+    serial: int
+    result: asyncio.Future[Transcript]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who is before whom."""
+        return self.urgency, self.serial
+
+
+class Recognition:
+    """The queue. Everything but the recogniser's own work happens on the event loop."""
+
+    def __init__(self, recognizer: Recognizer, workers: Executor, max_waiting: int = 64) -> None:
+        self._recognizer = recognizer
+        self._workers = workers
+        self._max_waiting = max_waiting
+        self._waiting: list[Job] = []
+        self._running: Job | None = None
+        self._serial = 0
+        self.num_refused = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that are in the queue and not begun."""
+        return len(self._waiting)
+
+    @property
+    def is_busy(self) -> bool:
+        """A new job would have to wait."""
+        return self._running is not None
+
+    def submit(
+        self,
+        samples: Samples,
+        urgency: Urgency,
+        *,
+        prompt: str | None = None,
+        language: str | None = None,
+    ) -> Job:
+        """Queue ``samples`` float32 [n] at 16 kHz; await the job's ``result``, or cancel it.
+
+        The result raises RecognitionError; BusyRecognizerError when the queue is full. The least
+        urgent job, if need be this one, gives way.
+        """
+        self._serial += 1
+        loop = asyncio.get_running_loop()
+        job = Job(samples, prompt, language, urgency, self._serial, loop.create_future())
+        job.result.add_done_callback(partial(self._on_done, job))
+        self._waiting.append(job)
+        self._begin_next()
+        if len(self._waiting) > self._max_waiting:
+            self._refuse(max(self._waiting, key=lambda waiting: waiting.rank))
+        return job
+
+    def _refuse(self, job: Job) -> None:
+        self.num_refused += 1
+        self._waiting.remove(job)
+        job.result.set_exception(
+            BusyRecognizerError(
+                f"speech recognition is overloaded: {self.num_waiting} turns wait already"
+            )
+        )
+
+    def _on_done(self, job: Job, result: asyncio.Future[Transcript]) -> None:
+        if job in self._waiting:  # cancelled before its turn came
+            self._waiting.remove(job)
+        if not result.cancelled():
+            result.exception()  # a failure matters only to whoever still wants the words
+
+    def _begin_next(self) -> None:
+        if self._running is not None or not self._waiting:
+            return
+        job = min(self._waiting, key=lambda waiting: waiting.rank)
+        self._waiting.remove(job)
+        self._running = job
+        work = partial(
+            self._recognizer.transcribe,
+            job.samples,
+            prompt=job.prompt,
+            language=job.language,
+        )
+        running = asyncio.get_running_loop().run_in_executor(self._workers, work)
+        running.add_done_callback(partial(self._on_transcribed, job))
+
+    def _on_transcribed(self, job: Job, running: asyncio.Future[Transcript]) -> None:
+        self._running = None
+        error = None if running.cancelled() else running.exception()
+        if not job.result.done():
+            if running.cancelled():
+                job.result.cancel()
+            elif isinstance(error, AudioError):
+                failure = RecognitionError(f"speech recognition failed: {error}")
+                failure.__cause__ = error
+                job.result.set_exception(failure)
+            elif error is not None:
+                job.result.set_exception(error)
+            else:
+                job.result.set_result(running.result())
+        self._begin_next()

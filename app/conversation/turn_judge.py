@@ -1,0 +1,87 @@
+"""Has the caller finished? Asks the language model, and puts all signs together.
+
+The model that will answer also knows how likely a message is to end where the caller paused. Asking
+it costs hardly more than reading the message, which has to be done in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import aclosing
+
+from app.conversation.services import Services
+from app.conversation.session_config import TurnDetection
+from audio import turn_end
+from audio.frame import Samples
+from audio.prosody import Prosody, measure_end
+from audio.voice_end import find_voice_end
+from llm_core import ChatMessage, LlmError, SamplingParams, TextDelta
+
+log = logging.getLogger(__name__)
+
+# Later than this the answer does not help: the wait is decided without it.
+_TIMEOUT_S = 0.25
+_MARKS = " .?!,;:-\u2013\u2014\u2026"
+# Control tokens have no bytes; after a message's text only its end is likely.
+_ENDS = frozenset((b".", b"?", b"!", b""))
+_ASK = SamplingParams(max_tokens=1, min_tokens=1, logprobs=20, continue_last=True)
+
+
+async def silence_ms(
+    services: Services,
+    detection: TurnDetection,
+    messages: list[ChatMessage],
+    samples: Samples,
+    voiced_len: int,
+) -> int:
+    """How much silence ends the turn. ``messages`` end with the caller's words so far.
+
+    ``samples`` float32 [n] at 16 kHz are the turn; the VAD's voice ends at ``voiced_len``.
+    """
+    words = messages[-1].content
+    completeness = turn_end.judge(words)
+    end_logprob = None
+    if completeness in (turn_end.Completeness.OPEN, *turn_end.FINISHED):
+        end_logprob = await end_of_turn_logprob(services, messages)
+    prosody = await asyncio.get_running_loop().run_in_executor(
+        services.workers, _prosody, samples, voiced_len
+    )
+    evidence = turn_end.Evidence(words, prosody, end_logprob)
+    wait_ms = turn_end.silence_ms(evidence, detection.eagerness)
+    log.debug(
+        "pause judged",
+        extra={"completeness": completeness.value, "end_logprob": end_logprob, "wait_ms": wait_ms},
+    )
+    return wait_ms
+
+
+def _prosody(samples: Samples, voiced_len: int) -> Prosody:
+    return measure_end(samples, find_voice_end(samples, voiced_len))
+
+
+async def end_of_turn_logprob(services: Services, messages: list[ChatMessage]) -> float | None:
+    """Natural log-probability that the last message ends after its last word.
+
+    None when the model does not say in time.
+    """
+    last = messages[-1]
+    bare = ChatMessage(last.role, last.content.rstrip(_MARKS))
+    if not bare.content:
+        return None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            events = services.engine.generate([*messages[:-1], bare], _ASK)
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, TextDelta) and event.logprobs:
+                        top = event.logprobs[0].top
+                        ends = sum(math.exp(t.logprob) for t in top if t.token in _ENDS)
+                        return math.log(max(ends, 1e-6))
+    except TimeoutError:
+        log.info("the model did not judge the end of the turn in time")
+    except LlmError as error:
+        # Only a sign is missing; the turn itself meets the same error and reports it.
+        log.info("the end of the turn was judged without the model: %s", error)
+    return None

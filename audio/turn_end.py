@@ -1,0 +1,249 @@
+"""Has the caller finished? How much silence it takes, judged from the words before the pause.
+
+People leave 200 ms between turns and up to a second inside a sentence, so no fixed silence serves
+both. What was said tells them apart most of the time: after a whole sentence little silence is
+needed; after "to", "and", a filler or in the middle of a number, much more. Pure judgement on text
+(English) and on what the voice did last; nobody waits here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from audio.prosody import Prosody
+from audio.turn_end_words import (
+    ALPHABET_WORDS,
+    FILLERS,
+    LEAD_INS,
+    MAY_END_QUESTION,
+    MAY_END_STATEMENT,
+    NUMBER_WORDS,
+    OBJECT_VERBS,
+    QUESTION_WORDS,
+    SUBORDINATORS,
+    TRAILING_PHRASES,
+    TRAILING_WORDS,
+    WHOLE_ANSWERS,
+)
+
+Eagerness = Literal["low", "medium", "high", "auto"]
+
+
+class Completeness(Enum):
+    """What the words before a pause amount to."""
+
+    QUESTION = "question"
+    """A whole question: somebody is expected to answer."""
+    SENTENCE = "sentence"
+    """A whole sentence, or an answer that can stand alone."""
+    OPEN = "open"
+    """Could end here or go on: no sign either way."""
+    COUNTING = "counting"
+    """In the middle of digits, spelling or a list."""
+    TRAILING = "trailing"
+    """Cannot end here: the last words ask for more."""
+    NOTHING = "nothing"
+    """No words: a noise, or a voice that was not understood."""
+
+
+FINISHED = (Completeness.QUESTION, Completeness.SENTENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that is known at a pause; None for what is not.
+
+    ``text``: transcript of the turn so far. ``prosody``: how the voice ended. ``end_logprob``: the
+    language model's natural log-probability that the text ends here (of a full stop, a question or
+    exclamation mark, or the end of the message, after the text without its own last mark).
+    ``model_probability``: a turn model's probability that the turn is over.
+    """
+
+    text: str
+    prosody: Prosody | None = None
+    end_logprob: float | None = None
+    model_probability: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Silence in ms that ends a turn.
+
+    ``sure``: at a score of ``sure_score`` and above. ``unsure``: at ``unsure_score`` and below;
+    between the two it goes in a line. ``trailing``, ``counting``, ``nothing``: at least so much for
+    words of that kind. ``unknown``: while the words are not known.
+    """
+
+    sure: int
+    unsure: int
+    sure_score: float
+    unsure_score: float
+    trailing: int
+    counting: int
+    nothing: int
+    unknown: int
+
+
+# Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
+WAITS: dict[Eagerness, Waits] = {
+    "high": Waits(160, 700, 0.6, 0.15, 800, 900, 480, 1_000),
+    "medium": Waits(200, 1_050, 0.65, 0.3, 1_100, 1_200, 640, 1_500),
+    "low": Waits(480, 2_000, 0.8, 0.4, 2_500, 2_500, 1_000, 4_000),
+}
+WAITS["auto"] = WAITS["medium"]
+
+# A turn model that is asked has seen much more speech than the weights below.
+_MODEL_SHARE = 0.7
+_MIN_LOGPROB = -6.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Of a logistic regression, fitted by bench/turn_end_curve.py."""
+
+    bias: float
+    question: float
+    sentence: float
+    end_logprob: float
+    prosody: tuple[float, ...]
+
+
+_WITH_LLM = _Weights(
+    1.186, 1.013, 0.628, 0.572, (-0.042, -0.003, -0.003, 0.386, 0.703, 1.411, -2.229)
+)
+_WITHOUT_LLM = _Weights(
+    -0.257, 1.168, 1.041, 0.0, (-0.042, -0.012, 0.004, 0.686, 0.643, 1.292, -2.471)
+)
+# What a voice of unknown end counts as: the mean over the recordings.
+_USUAL_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
+
+
+def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
+    """How much silence ends the turn, after what ``evidence`` says was said."""
+    waits = WAITS[eagerness]
+    completeness = judge(evidence.text)
+    if completeness is Completeness.NOTHING:
+        return waits.nothing
+    share = (score(evidence) - waits.unsure_score) / (waits.sure_score - waits.unsure_score)
+    wait_ms = round(waits.unsure + min(max(share, 0.0), 1.0) * (waits.sure - waits.unsure))
+    if completeness is Completeness.TRAILING:
+        return max(wait_ms, waits.trailing)
+    if completeness is Completeness.COUNTING:
+        return max(wait_ms, waits.counting)
+    return wait_ms
+
+
+def score(evidence: Evidence) -> float:
+    """How much speaks for the end of the turn, in (0, 1): the fitted probability."""
+    completeness = judge(evidence.text)
+    weights = _WITHOUT_LLM if evidence.end_logprob is None else _WITH_LLM
+    prosody = evidence.prosody or _USUAL_PROSODY
+    values = (
+        *prosody.levels_db,
+        prosody.pitch_drop,
+        prosody.pitch_slope,
+        prosody.last_run_s,
+        prosody.pitched_share,
+    )
+    total = weights.bias + sum(w * v for w, v in zip(weights.prosody, values, strict=True))
+    if completeness is Completeness.QUESTION:
+        total += weights.question
+    elif completeness is Completeness.SENTENCE:
+        total += weights.sentence
+    if evidence.end_logprob is not None:
+        total += weights.end_logprob * max(evidence.end_logprob, _MIN_LOGPROB)
+    probability = 1.0 / (1.0 + math.exp(-total))
+    if evidence.model_probability is not None:
+        return _MODEL_SHARE * evidence.model_probability + (1 - _MODEL_SHARE) * probability
+    return probability
+
+
+def judge(text: str) -> Completeness:
+    """What the words of a turn so far amount to."""
+    words = _words(text)
+    if not words:
+        return Completeness.NOTHING
+    end = text.rstrip("\"'”)] ")
+    asks = end.endswith("?")
+    if _is_trailing(words, end, asks=asks):
+        return Completeness.TRAILING
+    if _is_counting(words, end):
+        return Completeness.COUNTING
+    if asks:
+        return Completeness.QUESTION
+    if " ".join(words) in WHOLE_ANSWERS:
+        return Completeness.SENTENCE
+    sentence = _words(_last_sentence(end))
+    if not end.endswith((".", "!")) or _lacks_something(sentence, end):
+        return Completeness.OPEN
+    return Completeness.SENTENCE
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+(?:['.\-][^\W_]+)*", text.lower().replace("\u2019", "'"))
+
+
+def _last_sentence(end: str) -> str:
+    return re.split(r"(?<=[.!?])\s+", end)[-1]
+
+
+def _is_trailing(words: list[str], end: str, *, asks: bool) -> bool:
+    """The recogniser itself heard it break off, or no sentence ends in this word."""
+    if end.endswith(("-", "\u2013", "\u2014", "...", "\u2026", ",", ":", ";")):
+        return True
+    last = words[-1]
+    if last in FILLERS and len(words) > 1:
+        return not asks
+    if last in FILLERS and end[-1:] not in "?":
+        return True
+    if any(_ends_with(words, phrase) for phrase in TRAILING_PHRASES):
+        return True
+    if last not in TRAILING_WORDS:
+        return False
+    if asks:
+        return last not in MAY_END_QUESTION
+    return not (end.endswith((".", "!")) and last in MAY_END_STATEMENT)
+
+
+def _is_counting(words: list[str], end: str) -> bool:
+    """Digits, letters or alphabet words at the end, and not only as part of a sentence."""
+    num_items = 0
+    for word in reversed(words):
+        if not _is_item(word):
+            break
+        num_items += sum(map(str.isdigit, word)) if word[0].isdigit() else 1
+    if num_items == 0:
+        return False
+    before = " ".join(words[-8:])
+    if any(lead in before for lead in LEAD_INS):
+        return True
+    # "Set an alarm for 7.", "What is 37.67 minus 75.7?" are sentences; "4, 1, 5." is not.
+    return num_items >= 3 if not end.endswith("?") else num_items == len(words) >= 3
+
+
+def _is_item(word: str) -> bool:
+    is_number = word[0].isdigit() and not re.search(r"[a-z]", word)
+    return is_number or len(word) == 1 or word in NUMBER_WORDS or word in ALPHABET_WORDS
+
+
+def _lacks_something(sentence: list[str], end: str) -> bool:
+    """A full stop after half a sentence: the recogniser sets one at every long pause."""
+    if not sentence:
+        return True
+    if sentence[-1] in OBJECT_VERBS:
+        return True
+    if sentence[0] in SUBORDINATORS and "," not in _last_sentence(end):
+        return True
+    # A question that came out as a statement broke off: "Should I get."
+    if sentence[0] in QUESTION_WORDS and len(sentence) < 5:
+        return True
+    return any(_ends_with(sentence[:-1], lead) for lead in LEAD_INS)
+
+
+def _ends_with(words: list[str], phrase: str) -> bool:
+    parts = phrase.split()
+    return words[-len(parts) :] == parts

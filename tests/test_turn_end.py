@@ -1,0 +1,149 @@
+"""How long to wait for the caller: sentences, their completeness, and the waits that follow."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from audio.frame import SPEECH_RATE, Samples
+from audio.prosody import Prosody, measure_end
+from audio.turn_end import WAITS, Completeness, Eagerness, Evidence, judge, score, silence_ms
+
+QUESTION, SENTENCE = Completeness.QUESTION, Completeness.SENTENCE
+OPEN, TRAILING = Completeness.OPEN, Completeness.TRAILING
+COUNTING, NOTHING = Completeness.COUNTING, Completeness.NOTHING
+
+TABLE = [
+    ("What's the weather like?", QUESTION),
+    ("Where are you from?", QUESTION),
+    ("What is it for?", QUESTION),
+    ("What's 37.67 minus 75.7?", QUESTION),
+    ("Good morning.", SENTENCE),
+    ("I really like animals. Let's talk about working dogs.", SENTENCE),
+    ("Set an alarm for 7.", SENTENCE),
+    ("I'd like this.", SENTENCE),
+    ("yes", SENTENCE),
+    ("No, thank you", SENTENCE),
+    ("should i get a dog or a cat", OPEN),
+    ("And so my fellow Americans ask not", OPEN),
+    ("Should I get.", OPEN),
+    ("If you go to the store.", OPEN),
+    ("My name is John.", OPEN),
+    ("I would like to", TRAILING),
+    ("I want to go to the.", TRAILING),
+    ("Tell me about the", TRAILING),
+    ("Where can I go with?", QUESTION),
+    ("Well, um", TRAILING),
+    ("Um.", TRAILING),
+    ("I went home and", TRAILING),
+    ("I really...", TRAILING),
+    ("They help the police catch bad guys and f-", TRAILING),
+    ("Police dogs,", TRAILING),
+    ("one, two, three.", COUNTING),
+    ("4 1 5 5 5 5", COUNTING),
+    ("Four one five five five.", COUNTING),
+    ("My number is 5 5", COUNTING),
+    ("It's spelled D O E", COUNTING),
+    ("alpha bravo charlie.", COUNTING),
+    ("", NOTHING),
+    (" ... ", NOTHING),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), TABLE)
+def test_completeness(text: str, expected: Completeness) -> None:
+    assert judge(text) is expected
+
+
+@given(st.text(max_size=80))
+def test_any_text_has_a_completeness_and_a_wait(text: str) -> None:
+    assert isinstance(judge(text), Completeness)
+    for eagerness in WAITS:
+        waits = WAITS[eagerness]
+        least, most = waits.sure, max(waits.unsure, waits.counting, waits.trailing, waits.nothing)
+        assert least <= silence_ms(Evidence(text), eagerness) <= most
+
+
+@given(
+    st.sampled_from([text for text, _ in TABLE]),
+    st.floats(-20, 0),
+    st.floats(-20, 0),
+    st.sampled_from(["low", "medium", "high", "auto"]),
+)
+def test_a_likelier_end_never_means_a_longer_wait(
+    text: str, one: float, other: float, eagerness: Eagerness
+) -> None:
+    low, high = sorted((one, other))
+    assert silence_ms(Evidence(text, end_logprob=high), eagerness) <= silence_ms(
+        Evidence(text, end_logprob=low), eagerness
+    )
+
+
+@pytest.mark.parametrize(("text", "kind"), TABLE)
+def test_the_eager_wait_less_than_the_patient(text: str, kind: Completeness) -> None:
+    high, medium, low = (silence_ms(Evidence(text), e) for e in ("high", "medium", "low"))
+    assert high <= medium <= low
+    assert silence_ms(Evidence(text), "auto") == medium
+
+
+def test_a_whole_question_is_answered_at_once_and_half_a_sentence_waited_for() -> None:
+    falling = Prosody((-14.0, -9.0, -8.0), -0.15, -0.25, 0.2, 0.5)
+    whole = Evidence("What's the weather like?", falling, end_logprob=-0.1)
+    half = Evidence("And so my fellow Americans.", falling, end_logprob=-6.0)
+    assert silence_ms(whole) == WAITS["auto"].sure
+    assert silence_ms(half) >= 700, "the model does not expect the full stop that Whisper set"
+    assert silence_ms(Evidence("I want to go to the.", falling, end_logprob=-0.1)) >= 1_100
+
+
+def test_digits_and_unfinished_words_get_more_than_a_second() -> None:
+    for text in ("4 1 5 5", "I would like to", "Police dogs,"):
+        assert silence_ms(Evidence(text, end_logprob=0.0)) > 1_000
+
+
+def test_a_turn_models_word_counts_most() -> None:
+    text = "And so my fellow Americans"
+    over = Evidence(text, end_logprob=-5.0, model_probability=0.98)
+    not_over = Evidence("What's the weather like?", end_logprob=-0.1, model_probability=0.02)
+    assert silence_ms(over) < silence_ms(Evidence(text, end_logprob=-5.0))
+    assert silence_ms(not_over) > 900
+    assert 0 < score(not_over) < score(over) < 1
+
+
+def tone(hz: float, seconds: float, level: float = 0.3) -> Samples:
+    t = np.arange(int(seconds * SPEECH_RATE)) / SPEECH_RATE
+    # Two partials: the pitch is the difference, as with a voice.
+    wave = np.sin(2 * np.pi * hz * t) + 0.5 * np.sin(4 * np.pi * hz * t)
+    return (level * wave).astype(np.float32)
+
+
+def test_a_falling_voice_is_seen_to_fall() -> None:
+    flat = np.concatenate((tone(150, 1.5), tone(150, 0.3)))
+    fallen = np.concatenate((tone(150, 1.5), tone(110, 0.3, 0.1)))
+    even, down = measure_end(flat, flat.size), measure_end(fallen, fallen.size)
+    assert even.pitch_drop == pytest.approx(0, abs=0.02)
+    assert down.pitch_drop == pytest.approx(np.log(110 / 150), abs=0.03)
+    assert even.levels_db[0] > -1 > -8 > down.levels_db[0]
+    assert even.pitched_share == pytest.approx(1)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 500, 1_120, 40_000])
+def test_what_is_no_voice_has_no_prosody(num_samples: int) -> None:
+    silence = np.zeros(num_samples, np.float32)
+    assert measure_end(silence, num_samples) == Prosody(measure_end(silence, num_samples).levels_db)
+
+
+def test_only_what_lies_before_the_end_counts() -> None:
+    voice = tone(200, 1.0)
+    noisy = np.concatenate((voice, np.random.default_rng(0).normal(0, 0.5, 8_000))).astype("f4")
+    assert measure_end(noisy, voice.size) == measure_end(voice, voice.size)
+
+
+def test_waits_are_in_order() -> None:
+    for one, other in itertools.pairwise(("high", "medium", "low")):
+        a, b = WAITS[one], WAITS[other]  # type: ignore[index]
+        assert (a.sure, a.unsure, a.unknown) < (b.sure, b.unsure, b.unknown)
+        assert a.sure_score <= b.sure_score
