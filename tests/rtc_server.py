@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -51,11 +51,14 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, *replies: str, **settings: Any) -> AsyncIterator[Server]:
+async def serving(
+    tmp_path: Path, *replies: str, words: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[Server]:
+    """``words``: what the caller says, turn by turn; always the same question if none are given."""
     (tmp_path / "index.html").write_text("<!doctype html><title>Parley</title>")
     services = fake_services(
         ScriptedEngine(*(replies or ("It is sunny.",))),
-        ScriptedRecognizer(*["What is the weather?"] * 50),
+        ScriptedRecognizer(*(words or ["What is the weather?"] * 50)),
         Singer(),
         host="127.0.0.1",
         port=0,
