@@ -40,6 +40,41 @@ Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_split)]
 
 
+# What a plain turn takes on two cores with the embedded models (docs/benchmarks.md), and some air.
+DEFAULT_STAGES_MS = {
+    "endpoint": 600.0,
+    "asr": 50.0,
+    "queue": 20.0,
+    "prefill": 50.0,
+    "decode": 60.0,
+    "tts": 200.0,
+    "send": 20.0,
+}
+
+
+def _stages(value: object) -> object:
+    """``asr=150,tts=200``, or a JSON object; stages that are not named keep their defaults."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {name.strip(): ms.strip() for name, _, ms in pairs}
+    elif isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("expected stage=milliseconds pairs with commas between them")
+    if unknown := set(value) - set(DEFAULT_STAGES_MS):
+        raise ValueError(
+            f"there is no stage {sorted(unknown)[0]!r}; there are {', '.join(DEFAULT_STAGES_MS)}"
+        )
+    return {**DEFAULT_STAGES_MS, **value}
+
+
+Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
+StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
+Policies = Annotated[
+    tuple[Literal["short_first_clause", "filler"], ...], NoDecode, BeforeValidator(_split)
+]
+
+
 class Settings(BaseSettings):
     """All settings of one server. Frozen: nothing changes after start."""
 
@@ -155,7 +190,49 @@ class Settings(BaseSettings):
     resume_window_s: float = Field(
         default=20.0, ge=0.0, le=600.0, description="how long a lost WebRTC call waits to go on"
     )
-    trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
+    turn_timeout_s: float = Field(
+        default=30.0,
+        ge=1.0,
+        le=600.0,
+        description="an answer not begun by then has failed",
+    )
+
+    budget_ms: int = Field(
+        default=1000, ge=50, le=60_000, description="end of the voice to the first audible sample"
+    )
+    budget_stages_ms: StagesMs = Field(
+        default=DEFAULT_STAGES_MS, description="asr=150,tts=200: of it, for each stage"
+    )
+    budget_policies: Policies = Field(
+        default=("short_first_clause",),
+        description="what is done when a turn is late: short_first_clause, filler",
+    )
+    budget_filler: Annotated[str, StringConstraints(max_length=100)] = Field(
+        default="Let me see.", description="what the policy filler says"
+    )
+
+    trace_db: bool = Field(
+        default=True, description="keep the traces of turns in HOME/traces.db; else in memory"
+    )
+    trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
+    trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
+    trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
+    record: bool = Field(
+        default=False,
+        description="keep the sound of both sides in HOME/recordings; your callers must know",
+    )
+    record_max_mb: float = Field(default=1024.0, ge=1.0, description="the oldest go beyond")
+    metrics: Annotated[Literal["key", "open", "off"], BeforeValidator(_lower)] = Field(
+        default="key", description="/metrics: behind the API key, open to all, or not there"
+    )
+    otel_endpoint: str | None = Field(
+        default=None, description="OTLP/HTTP traces URL, as in http://collector:4318/v1/traces"
+    )
+    otel_service_name: Name = "parley"
+    store_transcripts: bool = Field(
+        default=False,
+        description="keep what was said with the traces; else only how many characters it had",
+    )
 
 
 def load_settings(**overrides: object) -> Settings:

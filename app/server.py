@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from app.config import Settings
 from app.connections import Connections
+from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
@@ -31,7 +32,11 @@ from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.metrics import Metrics
+from app.observe.spans import otlp_spans
+from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.turn_audio import AudioFiles
+from app.observe.writer import TraceWriter, TurnSink
 from app.web import WEB_ROOT, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
@@ -74,6 +79,8 @@ async def build_services(
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
+        metrics = Metrics()
+        traces = _open_traces(settings, metrics, stack)
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
@@ -89,9 +96,11 @@ async def build_services(
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,
-            traces=TraceStore(settings.trace_ring),
+            traces=traces,
+            metrics=metrics,
             loop_lag=loop_lag,
             settings=settings,
+            filler=await _make_filler(settings, synthesizer.result(), workers),
             tools=tools,
         )
         await warm_up(services)
@@ -152,6 +161,39 @@ async def _supervise(engine: EngineClient, settings: Settings) -> None:
             logger.error("the engine cannot be restarted: %s", error, extra={"again_in_s": wait_s})
 
 
+def _open_traces(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> TraceWriter:
+    sinks: list[TurnSink] = [metrics.observe]
+    if settings.otel_endpoint:
+        spans = otlp_spans(settings)
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        sinks.append(spans)
+    if settings.trace_db:
+        retention = Retention(
+            max_age_s=settings.trace_max_days * 86_400,
+            max_bytes=int(settings.trace_max_mb * 1024 * 1024),
+        )
+        store = TraceStore(settings.home / FILE_NAME, retention)
+    else:
+        store = TraceStore.in_memory(settings.trace_ring)
+    stack.callback(store.close)
+    recordings = None
+    if settings.record:
+        recordings = AudioFiles(
+            settings.home / "recordings",
+            max_age_s=settings.trace_max_days * 86_400,
+            max_bytes=int(settings.record_max_mb * 1024 * 1024),
+        )
+    traces = TraceWriter(
+        store,
+        store_transcripts=settings.store_transcripts,
+        recordings=recordings,
+        sinks=sinks,
+    )
+    traces.start()
+    stack.push_async_callback(asyncio.to_thread, traces.close)
+    return traces
+
+
 async def _load_recognizer(
     settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
 ) -> Recognizer:
@@ -176,6 +218,15 @@ async def _load_synthesizer(
         return synthesizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+async def _make_filler(
+    settings: Settings, synthesizer: Synthesizer, workers: ThreadPoolExecutor
+) -> Filler | None:
+    if "filler" not in settings.budget_policies or not settings.budget_filler:
+        return None
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(workers, Filler, settings.budget_filler, synthesizer)
 
 
 def _loading_error(errors: ExceptionGroup) -> Exception:

@@ -23,6 +23,7 @@ from app.api.calls_registry import CallsRegistry
 from app.api.chat import chat_router
 from app.api.client_secrets import client_secrets_router
 from app.api.http_errors import error_response
+from app.api.metrics import metrics_router
 from app.api.models import models_router
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_names import OWN_NAME
@@ -97,6 +98,8 @@ def create_app(
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
+    app.include_router(metrics_router(services))
+    _add_gauges(app, services)
     app.include_router(client_secrets_router(settings, services.tools.names))
     app.include_router(models_router(services.engine))
     app.include_router(chat_router(services.engine))
@@ -129,6 +132,19 @@ def _add_health(app: FastAPI, services: Services) -> None:
             },
             status_code=200 if ready else 503,
         )
+
+
+def _add_gauges(app: FastAPI, services: Services) -> None:
+    connections: Connections = app.state.connections
+    gauge, traces = services.metrics.gauge, services.traces
+    gauge("active_calls", "Callers connected now.", lambda: len(connections))
+    gauge("max_calls", "Callers there may be.", lambda: connections.max_connections)
+    gauge("traces_dropped", "Traces lost since the start.", lambda: traces.num_dropped)
+    gauge(
+        "event_loop_lag_p99_seconds",
+        "How late the event loop was, p99 of the last minute.",
+        lambda: (services.loop_lag.percentile_ms(99) or 0.0) / 1000,
+    )
 
 
 def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -> None:

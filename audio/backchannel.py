@@ -14,6 +14,13 @@ _BACKCHANNELS = word_set(
 _ONLY_IN_PHRASES = word_set("i see of course got it all")
 _PHRASES = ("i see", "of course", "got it", "all right", "i got it", "oh i see", "uh huh")
 _MAX_WORDS = 4
+_MIN_ECHO_WORDS = 2
+_ECHO_SHARE = 0.75
+
+
+def means_to_stop(text: str, reply: str) -> bool:
+    """Whether ``text``, heard while ``reply`` was spoken, is meant to stop it."""
+    return not (is_backchannel(text) or is_repeated(text, reply))
 
 
 def is_backchannel(text: str) -> bool:
@@ -25,3 +32,23 @@ def is_backchannel(text: str) -> bool:
     for phrase in _PHRASES:
         rest = rest.replace(f" {phrase} ", " ")
     return not any(word in _ONLY_IN_PHRASES for word in rest.split())
+
+
+def is_repeated(text: str, reply: str) -> bool:
+    """Whether ``text`` is what ``reply`` says: our own voice, heard in the caller's microphone.
+
+    Three of four of its words, two at least, in the order of the reply, with no more than twice as
+    many words of the reply from the first to the last.
+    """
+    words, said = words_of(text), words_of(reply)
+    if len(words) < _MIN_ECHO_WORDS:
+        return False
+    for begin in [i for i, word in enumerate(said) if word in words[:2]]:
+        window, at, num_found = said[begin : begin + 2 * len(words)], 0, 0
+        for word in words:
+            if word in window[at:]:
+                at += window[at:].index(word) + 1
+                num_found += 1
+        if num_found >= max(_MIN_ECHO_WORDS, _ECHO_SHARE * len(words)):
+            return True
+    return False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llm_core.chat_template import ChatTemplate
+from llm_core.downgrade import last_turn
 from llm_core.errors import PromptTooLongError
 from llm_core.generation import Generation
 from llm_core.guided import GuideCompiler
@@ -107,6 +108,12 @@ class RequestMaker:
         )
         self.check_fits(len(prompt.token_ids), 1)
         return prompt
+
+    def last_turn(self, messages: Sequence[ChatMessage], reply_len: int) -> Prompt:
+        """A prompt of the system prompt and the last turn alone. Raises as ``prompt``."""
+        kept = last_turn(messages)
+        prompt = self._prompts.build(kept, reply_len=reply_len)
+        return Prompt(prompt.token_ids, len(messages) - len(kept))
 
     def shared_prefix(self, messages: Sequence[ChatMessage]) -> Prompt:
         """What conversations that begin with ``messages`` share. Raises InvalidRequestError."""

@@ -132,11 +132,12 @@ def sample_row(
     ``banned`` ids are never chosen; ``allowed`` (bool [vocab]) is the mask of a guide. Raises
     LlmError when the model produced no usable logits.
     """
-    raw_best = row.max()
+    # A mask could hide a NaN.
+    is_usable = not (banned or allowed is not None) or not math.isnan(row.max())
     row = _masked(state.penalise(row), banned, allowed)
     best = int(row.argmax())
     # argmax stops at the first NaN, so this one look finds NaN anywhere, +inf, and all -inf.
-    if not math.isfinite(row[best]) or math.isnan(raw_best):
+    if not is_usable or not math.isfinite(row[best]):
         raise LlmError(f"the model produced unusable logits (best value {row[best]})")
     if state.params.temperature < _GREEDY_BELOW or state.params.top_k == 1:
         return best

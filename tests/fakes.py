@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,11 +20,17 @@ from app.conversation.recognition import Recognition
 from app.conversation.services import Services
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.metrics import Metrics
+from app.observe.query import TraceFilter, TraceQuery
+from app.observe.store import TraceStore, Turn
+from app.observe.trace import PATH_INSTANTS
+from app.observe.turn_audio import TurnAudio
+from app.observe.writer import TraceWriter
 from audio.asr import Transcript
 from llm_core import (
     Alternative,
     ChatMessage,
+    EngineStats,
     FirstToken,
     GenerationDone,
     GenerationEvent,
@@ -170,13 +178,22 @@ class ScriptedEngine:
         self.gate = asyncio.Event()
         self.gate.set()
 
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=0,
+            num_free_slots=8 - self.num_running,
+            num_slots=8,
+            cached_tokens=0,
+        )
+
     async def prefill(self, messages: Sequence[ChatMessage]) -> PrefillResult:
         self.prefills.append(list(messages))
         return PrefillResult(prompt_tokens=10, cached_tokens=0)
 
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams
-    ) -> AsyncIterator[GenerationEvent]:
+    ) -> AsyncGenerator[GenerationEvent, None]:
         if params.continue_last:
             self.judged.append(messages[-1].content)
             top = (Alternative(b".", self.end_logprob),)
@@ -212,6 +229,75 @@ class ScriptedEngine:
             self.num_running -= 1
 
 
+class PacedEngine(ScriptedEngine):
+    """Takes its time, by the test's clock: waits in the queue, reads the prompt, then each word."""
+
+    def __init__(self, clock: ManualClock, *replies: str) -> None:
+        super().__init__(*replies)
+        self.clock = clock
+        self.queue_s, self.prefill_s, self.token_s = 0.002, 0.04, 0.01
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], params: SamplingParams
+    ) -> AsyncIterator[GenerationEvent]:
+        received_ns = self.clock.now_ns()
+        await self.clock.sleep(self.queue_s)
+        scheduled_ns = self.clock.now_ns()
+        async with aclosing(super().generate(messages, params)) as events:
+            async for event in events:
+                match event:
+                    case FirstToken():
+                        await self.clock.sleep(self.prefill_s)
+                        yield msgspec.structs.replace(
+                            event,
+                            received_ns=received_ns,
+                            scheduled_ns=scheduled_ns,
+                            first_token_ns=self.clock.now_ns(),
+                        )
+                    case TextDelta():
+                        await self.clock.sleep(self.token_s)
+                        yield event
+                    case GenerationDone():
+                        yield msgspec.structs.replace(event, finished_ns=self.clock.now_ns())
+
+
+class PacedExecutor(Executor):
+    """Speech work that takes as long, by the test's clock, as ``delays_s`` says for its kind.
+
+    A delay may be a function of the job.
+    """
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.delays_s: dict[str, float | Callable[[Any], float]] = {
+            "transcribe": 0.08,
+            "_synthesize": 0.05,
+        }
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future: Future[Any] = Future()
+        task = asyncio.create_task(self._work(future, fn))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return future
+
+    async def _work(self, future: Future[Any], job: Any) -> None:
+        delay = self.delays_s[job.func.__name__]
+        await self.clock.sleep(delay(job) if callable(delay) else delay)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+    async def close(self) -> None:
+        """Nobody waits for what is left."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class Recorder:
     """A sink that keeps what it gets."""
 
@@ -228,6 +314,74 @@ class Recorder:
         return [type(e).__name__ for e in self.events]
 
 
+class InlineWriter(TraceWriter):
+    """Writes at once, on the calling thread."""
+
+    def add(self, turn: Turn, audio: TurnAudio | None = None) -> None:
+        self.write([turn])
+        if audio is not None and self.recordings is not None:
+            self.recordings.write(turn["turn_id"], audio.to_wav())
+        self.store.prune()
+
+
+def recent(store: TraceStore, limit: int) -> list[Turn]:
+    """The newest turns, newest first."""
+    return TraceQuery(store).page(TraceFilter(), limit).turns
+
+
+def a_turn(number: int = 1, **changes: Any) -> Turn:
+    """A record like that of a spoken turn which was answered; 600 ms voice to voice."""
+    stages = {
+        "endpoint": 310.0,
+        "asr": 95.0,
+        "queue": 2.0,
+        "prefill": 38.0,
+        "decode": 84.0,
+        "tts": 66.0,
+        "send": 5.0,
+    }
+    ends = dict(zip(PATH_INSTANTS[1:3], (310.0, 405.0), strict=True))
+    ends |= {"llm_submit": 405.5, "llm_scheduled": 407.0, "llm_first_token": 445.0}
+    ends |= {"first_clause": 529.0, "tts_first_audio": 595.0, "first_audio_sent": 600.0}
+    return {
+        "turn_id": f"turn_{number}",
+        "session_id": f"sess_{number // 10}",
+        "response_id": f"resp_{number}",
+        "spoken": True,
+        "outcome": "answered",
+        "reason": "",
+        "ended_at_ms": 1_796_000_000_000 + 1000 * number,
+        "transcript": "How are you?",
+        "reply": "Fine.",
+        "voice_to_voice_ms": 600.0,
+        "time_to_first_audio_ms": 290.0,
+        "stages_ms": stages,
+        "instants_ms": {"speech_end": 0.0, **ends, "ended": 2600.0},
+        "facts": {
+            "asr_ms": 80.0,
+            "asr_audio_s": 1.5,
+            "queue_wait_ms": 1.0,
+            "prompt_tokens": 60,
+            "cached_tokens": 40,
+            "computed_tokens": 20,
+            "completion_tokens": 12,
+            "llm_steps": 12,
+            "ttft_ms": 39.5,
+            "tpot_ms": 8.0,
+            "finish_reason": "stop",
+            "tts_ms": 120.0,
+            "tts_first_ms": 60.0,
+            "tts_clauses": 2,
+            "reply_audio_s": 2.0,
+            "playout_gap_ms": 0.0,
+            "wasted_transcripts": 1,
+            "wasted_answers": 1,
+            "wasted_tokens": 5,
+        },
+        **changes,
+    }
+
+
 def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
@@ -239,6 +393,7 @@ def fake_services(
     workers = InlineExecutor(1)
     recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
     known = Settings.model_validate({"partial_transcripts": False, **settings})
+    metrics = Metrics()
     return Services(
         engine=cast(Any, engine),
         recognition=recognition,
@@ -246,7 +401,10 @@ def fake_services(
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
         workers=workers,
-        traces=TraceStore(100),
+        traces=InlineWriter(
+            TraceStore.in_memory(100), store_transcripts=True, sinks=[metrics.observe]
+        ),
+        metrics=metrics,
         loop_lag=LoopLag(),
         settings=known,
         tools=tools or ToolBox(),

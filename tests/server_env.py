@@ -9,7 +9,11 @@ import pytest
 
 # Tests listen to whole answers, and the embedded model likes to talk; greedy, so that it says the
 # same every time.
-BRIEF = {"PARLEY_MAX_REPLY_TOKENS": "48", "PARLEY_TEMPERATURE": "0"}
+BRIEF = {
+    "PARLEY_MAX_REPLY_TOKENS": "48",
+    "PARLEY_TEMPERATURE": "0",
+    "PARLEY_TRACE_DB": "false",  # the home has the models, and maybe somebody's real traces
+}
 
 
 def missing(what: str) -> NoReturn:

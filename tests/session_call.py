@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from app.conversation.session import Session
@@ -12,6 +13,8 @@ from app.conversation.session_config import SessionConfig
 from llm_core import ChatMessage
 from tests.fakes import (
     ManualClock,
+    PacedEngine,
+    PacedExecutor,
     Recorder,
     ScriptedEngine,
     ScriptedRecognizer,
@@ -33,7 +36,11 @@ class Call:
         self.recognizer = ScriptedRecognizer(*texts)
         self.synthesizer = ToneSynthesizer()
         self.services = fake_services(engine, self.recognizer, self.synthesizer, tools, **settings)
-        self.clock = ManualClock()
+        self.clock = engine.clock if isinstance(engine, PacedEngine) else ManualClock()
+        self.paced: PacedExecutor | None = None
+        if isinstance(engine, PacedEngine):
+            self.paced = PacedExecutor(self.clock)
+            self.services = replace(self.services, workers=self.paced)
         self.out = Recorder()
         config = SessionConfig(**{"instructions": "Be brief.", "send_traces": True, **changes})
         self.session = Session(self.services, config, self.out, self.clock)
@@ -62,6 +69,8 @@ async def call(engine: ScriptedEngine, *texts: str, **changes: Any) -> AsyncIter
     finally:
         watch.cancel()
         await conversation.session.close()
+        if conversation.paced is not None:
+            await conversation.paced.close()
         await settle()
         assert asyncio.all_tasks() - before - {watch} == set(), "tasks are left over"
         assert engine.num_running == 0, "a generation is left over"

@@ -17,7 +17,7 @@ from app.conversation.events import (
     SpeechStopped,
 )
 from app.conversation.session_config import TurnDetection
-from audio.backchannel import is_backchannel
+from audio.backchannel import is_backchannel, is_repeated
 from audio.codecs import PCM16_24K, decode
 from llm_core import ChatMessage
 from tests.fakes import ScriptedEngine, silence, voice
@@ -49,6 +49,30 @@ def test_backchannels(text: str) -> None:
 )
 def test_what_is_no_backchannel(text: str) -> None:
     assert not is_backchannel(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Two three four.", True),
+        ("three for five six", True),
+        ("eleven twelve thirteen", True),
+        ("Stop.", False),
+        ("two", False),
+        ("What about seven apples and my dog", False),
+        ("ten nine eight", False),
+    ],
+)
+def test_our_own_words_are_known(text: str, expected: bool) -> None:
+    assert is_repeated(text, LONG) is expected
+
+
+async def test_our_own_voice_in_the_microphone_does_not_stop_the_answer() -> None:
+    async with semantic(ScriptedEngine(LONG), "Count, please.", "Two three four.") as c:
+        await c.ask()
+        await c.hear(silence(0.5) + voice(0.4) + silence(0.5))
+        await c.clock.advance(30)
+        assert [e.response.status for e in c.out.of(ResponseDone)] == ["completed"]
 
 
 async def test_mhm_does_not_stop_the_answer_and_loses_no_sample() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
+from llm_core.config import LinearRope
+from llm_core.loading.fields import Fields
+from llm_core.loading.hf_config import read_hf_config
 from tests.hf_models import our_logits, our_runner, random_ids, save_model, their_logits
 from tests.random_llama import run_chunk
 
@@ -108,6 +113,93 @@ def test_longrope_by_context(tmp_path: Path, max_context: int, length: int) -> N
     ids = random_ids(101, length)
     ours = our_logits(tmp_path, ids, max_context=max_context)
     torch.testing.assert_close(ours, their_logits(model, ids), **TOLERANCE)
+
+
+def old_spelling(directory: Path, **changes: Any) -> None:
+    """config.json as files from before rope_parameters have it."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("rope_parameters")
+    file.write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("llama3", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
+        (
+            "llama_yarn",
+            {
+                "rope_theta": 1000.0,
+                "rope_scaling": {"type": "yarn"}
+                | {"factor": 4.0, "original_max_position_embeddings": 32},
+            },
+        ),
+        ("llama_linear", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
+        ("qwen2", {"rope_theta": 10000.0, "rope_scaling": None}),
+        ("phi3_part_turns", {"partial_rotary_factor": 0.5}),
+        (
+            "gemma3_scaled",
+            {
+                "rope_theta": 9000.0,
+                "rope_local_base_freq": 100.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+    ],
+)
+def test_old_spelling_of_rotations(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
+    model_type, options = CASES[case]
+    model = save_model(tmp_path, model_type, **options)
+    old_spelling(tmp_path, **changes)
+    ids = random_ids(101, LEN)
+    torch.testing.assert_close(our_logits(tmp_path, ids), their_logits(model, ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_old_names_of_longrope(tmp_path: Path, kind: str) -> None:
+    model = save_model(tmp_path, "phi3", rope_parameters=LONG, original_max_position_embeddings=32)
+    old = {"type": kind} | {name: LONG[name] for name in ("short_factor", "long_factor")}
+    old_spelling(tmp_path, rope_scaling=old)
+    ids = random_ids(101, 50)
+    ours = our_logits(tmp_path, ids, max_context=64)
+    torch.testing.assert_close(ours, their_logits(model, ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_language_part_of_a_model_that_sees(tmp_path: Path, prefix: str) -> None:
+    """Gemma 3's larger files: text_config, other names, and a vision tower beside."""
+    model = save_model(tmp_path, "gemma3_text", **GEMMA)
+    file = tmp_path / "model.safetensors"
+    tensors = {prefix + k.removeprefix("model."): v for k, v in load_file(file).items()}
+    save_file(tensors | {"vision_tower.x.weight": torch.ones(3)}, file)
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    ids = random_ids(101, LEN)
+    torch.testing.assert_close(our_logits(tmp_path, ids), their_logits(model, ids), **TOLERANCE)
+
+
+def test_gemma_3_leaves_out_what_is_the_default(tmp_path: Path) -> None:
+    published = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    ours = read_hf_config(Fields("config.json", published))
+    theirs = Gemma3TextConfig(**published)
+    assert ours.vocab_size == theirs.vocab_size
+    assert (ours.num_heads, ours.num_kv_heads) == (8, theirs.num_key_value_heads)
+    assert (ours.head_dim, ours.context_len) == (theirs.head_dim, theirs.max_position_embeddings)
+    assert ours.rope_theta == theirs.rope_parameters["full_attention"]["rope_theta"]
+    assert ours.local_rope_theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+    assert ours.rope_scaling == LinearRope(factor=8.0)
+    sliding = tuple(kind == "sliding_attention" for kind in theirs.layer_types)
+    assert ours.layer_is_sliding == sliding
+    assert ours.tie_embeddings
 
 
 def test_options_matter(tmp_path: Path) -> None:

@@ -106,9 +106,14 @@ def speak_line(line: Line, voice: Synthesizer, vad: VadModel) -> Utterance:
     return Utterance(line, audio, second_from)
 
 
+def speech_at(spoken: Samples, voice: Synthesizer, rate: int) -> Samples:
+    """What ``voice`` said, float32 [n], at ``rate``."""
+    resampler = StreamResampler(voice.sample_rate, rate)
+    return np.concatenate((resampler.process(spoken), resampler.flush()))
+
+
 def _spoken(text: str, voice: Synthesizer) -> Samples:
-    resampler = StreamResampler(voice.sample_rate, RATE)
-    return np.concatenate((resampler.process(voice.synthesize(text)), resampler.flush()))
+    return speech_at(voice.synthesize(text), voice, RATE)
 
 
 def _quietest(samples: Samples, near: float) -> int:

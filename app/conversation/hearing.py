@@ -21,6 +21,7 @@ from app.conversation.turn_judge import silence_ms
 from app.observe.trace import TurnTrace
 from audio.asr_agreement import rest_after
 from audio.endpoint import VoiceEnded, VoiceEvent
+from audio.frame import Samples
 from audio.voice_end import find_voice_end
 from llm_core import ChatMessage
 
@@ -109,6 +110,15 @@ class Hearing:
         self._num_read_words = num_words
         return self._told
 
+    def note_sound(self, samples: Samples, rate: int, sounds_ns: int) -> None:
+        """Our own voice, float32 [n], sounds at the caller's from ``sounds_ns`` on."""
+        ahead = (sounds_ns - self._clock.now_ns()) * RATE // 1_000_000_000
+        self.listener.echo.play(samples, rate, self.listener.position + ahead)
+
+    def note_silence(self) -> None:
+        """Our own voice stops now."""
+        self.listener.echo.stop(self.listener.position)
+
     # --- it may be over ---
 
     def try_words(self, last_voiced_sample: int) -> asyncio.Task[Settled]:
@@ -156,6 +166,8 @@ class Hearing:
         voiced_len = (end if last_voiced is None else last_voiced) - start
         trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
         trace.mark("endpoint", now_ns)
+        if self._services.settings.record:
+            trace.record(samples, voiced_len)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
         listener.forget(end)
@@ -172,6 +184,13 @@ class Hearing:
         """Throw the turn at hand away: it is not the caller's, or nobody wants it."""
         self._begin_words()
         self.start_sample = self.listener.position
+
+    def drop_turn(self) -> int:
+        """It was no turn; returns where its voice ended, in ms of the session's audio."""
+        end = self.listener.last_voiced_sample or self.listener.position
+        self.listener.forget()
+        self.forget()
+        return end * 1000 // RATE
 
     def close(self) -> None:
         """Stop all work."""

@@ -16,6 +16,7 @@ import numpy as np
 from app.conversation.session_config import SessionConfig
 from app.errors import AudioInputError
 from audio.codecs import decode
+from audio.echo import EchoGuard
 from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
 from audio.errors import AudioError
 from audio.frame import SPEECH_RATE, Samples
@@ -41,6 +42,7 @@ class Listener:
         self._vad = VadStream(vad)
         self._eager_silence_ms = eager_silence_ms
         self._max_buffer_samples = int(max_buffer_s * RATE)
+        self.echo = EchoGuard()
         self._chunks: deque[Samples] = deque()
         self._kept_from = 0
         self._position = 0
@@ -53,6 +55,8 @@ class Listener:
         """Follow a changed session configuration. A change of detection forgets voice in flight."""
         detection = config.turn_detection
         self._detects = detection is not None
+        # Who asks for plain voice activity gets it, whosever voice it is.
+        self._minds_echo = detection is not None and detection.kind == "semantic_vad"
         vad_config = ServerVadConfig()
         if detection is not None:
             silence_ms = detection.silence_duration_ms
@@ -116,11 +120,22 @@ class Listener:
         start = self._vad.num_samples_judged
         for i, probability in enumerate(self._vad.feed(samples)):
             window_start = start + i * WINDOW_SAMPLES
+            if self.echo.is_sounding and self._minds_echo:
+                probability = self._without_echo(probability, window_start)
             events = self._endpointer.feed(probability, window_start, window_start + WINDOW_SAMPLES)
             if self._detects:
                 yield from events
         if self._detects and self._endpointer.state is VoiceState.SILENT:
             self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
+
+    def _without_echo(self, probability: float, window_start: int) -> float:
+        """The probability of a voice other than our own."""
+        window = self.take(window_start, window_start + WINDOW_SAMPLES)
+        if len(window) == WINDOW_SAMPLES:
+            self.echo.hear(window, window_start)
+            if probability >= self._endpointer.config.exit_threshold and self.echo.is_echo():
+                return 0.0
+        return probability
 
     def end_after(self, last_voiced_sample: int, silence_ms: int) -> list[VoiceEvent]:
         """The pause since ``last_voiced_sample`` ends the turn once it lasts ``silence_ms``.

@@ -48,7 +48,7 @@ from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
 from app.logging_setup import speech_field, turn_id
 from app.observe.trace import TurnTrace
-from audio.backchannel import is_backchannel
+from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
@@ -127,6 +127,8 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._turn is not None:  # its task may have been cancelled before its first step
             await self._turn.discard()
+            if self._turn.trace.end_if_open(self._clock.now_ns()):
+                self._services.traces.add(self._turn.trace.to_dict())
         await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
@@ -160,7 +162,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and not is_backchannel(self._hearing.told):
+        if new and self._dialog.is_held and means_to_stop(self._hearing.told, self._reply):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -275,6 +277,7 @@ class Session:
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
                 await self._sink(PlaybackCut(may_go_on=True))
+                self._hearing.note_silence()
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
@@ -304,10 +307,7 @@ class Session:
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
-        listener = self._hearing.listener
-        end_ms = (listener.last_voiced_sample or listener.position) * 1000 // RATE
-        listener.forget()
-        self._hearing.forget()
+        end_ms = self._hearing.drop_turn()
         await self._ahead.discard()
         await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
@@ -316,6 +316,7 @@ class Session:
         if turn is not None:
             turn.stop(reason)
             await self._sink(PlaybackCut())
+            self._hearing.note_silence()
             await asyncio.wait([self._turn_task])
         else:  # it has just ended by itself, but may still sound
             await self._cut_playback()
@@ -333,8 +334,7 @@ class Session:
         for evicted in self._history.take_evicted():
             await self._sink(ItemDeleted(evicted))
         if heard_end:
-            end_ms = heard_end.last_voiced_sample * 1000 // RATE
-            await self._sink(SpeechStopped(item.id, end_ms))
+            await self._sink(SpeechStopped(item.id, heard_end.last_voiced_sample * 1000 // RATE))
         await self._tell_committed(item, previous)
         self._spawn(self._settle(heard, self._num_commits))
 
@@ -355,11 +355,13 @@ class Session:
                 error = RecognitionError("internal error; the server's log has the details")
             part.text = ""
             trace.mark("asr_final", self._clock.now_ns())
+            trace.end("failed", self._clock.now_ns(), error.code)
+            self._services.traces.add(trace.to_dict())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))
         else:
-            part.text = trace.transcript = settled.transcript.text
+            part.text = settled.transcript.text
             trace.mark("asr_final", settled.at_ns)
-            trace.facts["asr_ms"] = settled.transcript.took_ms
+            trace.note_transcript(settled.transcript)
             if self.config.transcribe:
                 await self._tell_transcript(item.id, part, heard.told)
         # Of turns in quick succession only the last one is answered (with all that was said).
@@ -389,9 +391,12 @@ class Session:
             turn.trace.join(heard)
         else:
             turn.trace.begin_typed(self._clock.now_ns())
+            if self._services.settings.record:
+                turn.trace.record()
         turn.trace.facts.update(self._ahead.take_wasted())
         turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
+        turn.on_sound = self._hearing.note_sound
         self._turn = self._last_turn = turn
         self._turn_task = self._spawn(self._run_turn(turn))
 
@@ -417,7 +422,12 @@ class Session:
 
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
-        await turn.run()
+        try:
+            await turn.run()
+        finally:
+            # Also of a turn that the end of the call cuts short.
+            traced = turn.trace.to_dict()
+            self._services.traces.add(traced, turn.trace.audio)
         actions: list[floor.Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.
@@ -425,8 +435,6 @@ class Session:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
-        traced = turn.trace.to_dict()
-        self._services.traces.add(traced)
         self._log_turn(traced)
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))
@@ -452,7 +460,7 @@ class Session:
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(floor.InterruptionJudged(is_meant=not is_backchannel(words)))
+            await self._feed(floor.InterruptionJudged(means_to_stop(words, self._reply)))
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
@@ -474,8 +482,11 @@ class Session:
 
     # --- helpers ---
 
+    @property
+    def _reply(self) -> str:
+        return self._turn.text if self._turn is not None else ""
+
     def _prompt(self) -> list[ChatMessage]:
-        """What the model reads if nothing else is asked of it."""
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:

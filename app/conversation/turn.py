@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from app.clock import Clock
+from app.conversation.budget import BudgetedChunker, TurnBudget
 from app.conversation.calling import Calling
 from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
 from app.conversation.history import History, shortened, without_tools
@@ -27,12 +28,12 @@ from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tools import Outcome, choice_after_results
-from app.errors import GenerationError, ServiceError, SynthesisError
-from app.observe.trace import TurnTrace
+from app.errors import GenerationError, ServiceError, SynthesisError, TurnTimeoutError
+from app.observe.trace import TurnOutcome, TurnTrace
 from audio.errors import AudioError
 from audio.frame import Samples
 from audio.resample import StreamResampler
-from audio.text import ClauseChunker, SpokenText
+from audio.text import SpokenText
 from llm_core import (
     ChatMessage,
     FirstToken,
@@ -84,12 +85,16 @@ class Turn:
         self.response = response
         self.trace = trace
         self.on_audio_started: Callable[[], None] = lambda: None
+        self.on_sound: Callable[[Samples, int, int], None] = lambda samples, rate, at_ns: None
+        """Hears of all audio float32 [n] that is sent, its rate, and when it sounds."""
         self._services = services
         self._clock = clock
         self._sink = sink
         self._history = history
         self._prefilled = prefilled
         self._speaks = response.modality == "audio"
+        self._budget = TurnBudget.of(services.settings, config, trace)
+        self._has_words = False  # the answer has begun, fillers aside
         self._output = Output(
             response,
             history,
@@ -136,6 +141,8 @@ class Turn:
         finally:
             if not self.has_ended:  # the sink failed, or the task was cancelled in it
                 await self.discard()
+            if not self.trace.outcome:  # the call ended in the middle of the answer
+                self._complete_trace()
 
     async def _work_until_end(self) -> None:
         try:
@@ -161,6 +168,11 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return self._output.text
+
     def hold(self) -> None:
         """Silence now; the answer may go on where it stopped."""
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
@@ -185,9 +197,18 @@ class Turn:
         texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
         clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
         async with asyncio.TaskGroup() as stages:
+            expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
             stages.create_task(self._voice(texts, clauses))
-            stages.create_task(self._present(clauses))
+            await stages.create_task(self._present(clauses))
+            expiry.cancel()
+
+    async def _expire(self) -> None:
+        """A stage that hangs must not leave the caller in silence for ever."""
+        timeout_s = self._services.settings.turn_timeout_s
+        await self._clock.sleep(timeout_s)
+        if not self._has_words and not any(item.call for item in self.response.output):
+            raise TurnTimeoutError(f"there was no answer within {timeout_s:g} s")
 
     async def _think(self, texts: asyncio.Queue[_Piece | None]) -> None:
         """The model's words, in the pieces in which they will be presented.
@@ -228,15 +249,18 @@ class Turn:
         texts: asyncio.Queue[_Piece | None],
     ) -> None:
         """One reply of the model: its words to ``texts``, its calls to ``calling``."""
-        spoken_text, chunker = SpokenText(), ClauseChunker()
+        spoken_text, chunker = SpokenText(), BudgetedChunker(self._budget)
 
         async def take(text: str) -> None:
-            pieces = chunker.feed(spoken_text.feed(text)) if self._speaks else [text]
+            pieces = [text]
+            if self._speaks:
+                pieces = chunker.feed(spoken_text.feed(text), self._clock.now_ns())
             await self._put_texts(texts, pieces, calling)
 
         async def take_rest() -> None:
             """Nothing is said behind a call that was meant before it."""
-            pieces = [*chunker.feed(spoken_text.flush()), *chunker.flush()]
+            now_ns = self._clock.now_ns()
+            pieces = [*chunker.feed(spoken_text.flush(), now_ns), *chunker.flush(now_ns)]
             await self._put_texts(texts, pieces, calling)
 
         async with aclosing(self._generate(messages, calling)) as events:
@@ -326,7 +350,9 @@ class Turn:
                 samples, resampler = resampler.flush(), StreamResampler(own_rate, rate)
             elif self._speaks:
                 job = partial(self._synthesize, piece.text, resampler)
+                begun_ns = self._clock.now_ns()
                 samples = await loop.run_in_executor(self._services.workers, job)
+                self.trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
             await clauses.put(
@@ -344,21 +370,48 @@ class Turn:
 
     async def _present(self, clauses: asyncio.Queue[Clause | None]) -> None:
         """Show and play, once it is certain that the answer is wanted."""
-        clause = await clauses.get()
-        await self._released.wait()
+        first = asyncio.create_task(clauses.get())
+        try:
+            await self._released.wait()
+            if bridge := await self._bridge(first):
+                await self._output.say(bridge)
+            clause = await first
+        finally:
+            first.cancel()
+        self._budget.answered(self._clock.now_ns())
+        self._has_words = True
         self._history.forget_oldest(self.trace.facts.get("dropped_messages", 0))
         while clause is not None:
             await self._output.say(clause)
             clause = await clauses.get()
         await self._output.say_nothing()
 
+    async def _bridge(self, first: asyncio.Task[Clause | None]) -> Clause | None:
+        """What is said when the budget is all but spent and there is no clause yet."""
+        filler, wait_s = self._services.filler, self._budget.bridge_wait_s(self._clock.now_ns())
+        if filler is None or wait_s is None or not self._speaks:
+            return None
+        sleeping = asyncio.create_task(self._clock.sleep(wait_s))
+        try:
+            await asyncio.wait({first, sleeping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
+        if first.done():
+            return None
+        self._budget.bridged(self._clock.now_ns())
+        samples = filler.samples(self.config.output_format.rate)
+        return Clause(filler.text, samples, part=-1, is_last=True, is_filler=True)
+
     # --- notes ---
 
     def _note_first_token(self, event: FirstToken) -> None:
-        self.trace.mark("llm_scheduled", event.scheduled_ns)
-        self.trace.mark("llm_first_token", event.first_token_ns)
-        self.trace.facts.setdefault("prompt_tokens", event.prompt_tokens)
-        self.trace.facts.setdefault("cached_tokens", event.cached_tokens)
+        self.trace.note_first_token(
+            received_ns=event.received_ns,
+            scheduled_ns=event.scheduled_ns,
+            first_token_ns=event.first_token_ns,
+            prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
+        )
         past = self._past_usage = self.response.usage
         self.response.usage = ResponseUsage(
             past.input_tokens + event.prompt_tokens,
@@ -374,8 +427,12 @@ class Turn:
 
     def _note_done(self, event: GenerationDone) -> None:
         self._note_tokens(event.usage.completion_tokens)
-        self.trace.facts["finish_reason"] = event.finish_reason
-        self.trace.facts["llm_steps"] = self.trace.facts.get("llm_steps", 0) + event.num_steps
+        self.trace.note_generated(
+            num_tokens=self.response.usage.output_tokens,
+            num_steps=event.num_steps,
+            finish_reason=event.finish_reason,
+            finished_ns=event.finished_ns,
+        )
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"
 
@@ -388,6 +445,9 @@ class Turn:
         if not self._speaks:
             self.on_audio_started()
             return
+        self.on_sound(chunk, self.config.output_format.rate, sounds_ns)
+        if self.trace.audio is not None:
+            self.trace.audio.add_reply(chunk, self.config.output_format.rate, sounds_ns)
         if "first_audio_sent" in self.trace.instants:
             return
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
@@ -425,15 +485,23 @@ class Turn:
         self._complete_trace()
 
     def _complete_trace(self) -> None:
-        self.trace.reply = self._output.text
-        start_ns = min(self.trace.instants.values(), default=0)
+        trace = self.trace
+        trace.reply = self._output.text
+        start_ns = min(trace.instants.values(), default=0)
         for percent, name in ((99, "loop_lag_p99_ms"), (100, "loop_lag_max_ms")):
-            self.trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
-        self.trace.facts["playout_gap_ms"] = self._output.playout.gap_ns / 1e6
-        self.trace.facts["reply_audio_s"] = self._output.audio_s
-        self.trace.outcome = {
-            "completed": "answered" if self.trace.reply.strip() else "silent",
-            "incomplete": "incomplete",
-            "cancelled": "interrupted" if self.response.reason == "turn_detected" else "cancelled",
-            "failed": "failed",
-        }[self.response.status]
+            trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
+        trace.facts["playout_gap_ms"] = self._output.playout.gap_ns / 1e6
+        trace.facts["reply_audio_s"] = self._output.audio_s
+        trace.end(self._outcome(), self._clock.now_ns(), self.response.reason or "")
+
+    def _outcome(self) -> TurnOutcome:
+        match self.response.status:
+            case "completed":
+                return "answered" if self.trace.reply.strip() else "silent"
+            case "incomplete":
+                return "incomplete"
+            case "failed":
+                return "timed_out" if self.response.reason == TurnTimeoutError.code else "failed"
+            case _:  # cancelled, or in progress when the call ended
+                by_voice = self.response.reason == "turn_detected"
+                return "interrupted" if by_voice else "cancelled"

@@ -17,7 +17,7 @@ from audio import turn_end
 from audio.frame import Samples
 from audio.prosody import Prosody, measure_end
 from audio.voice_end import find_voice_end
-from llm_core import ChatMessage, LlmError, SamplingParams, TextDelta
+from llm_core import ChatMessage, EngineClient, LlmError, SamplingParams, TextDelta
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ async def silence_ms(
     completeness = turn_end.judge(words)
     end_logprob = None
     if completeness in (turn_end.Completeness.OPEN, *turn_end.FINISHED):
-        end_logprob = await end_of_turn_logprob(services, messages)
+        end_logprob = await end_of_turn_logprob(services.engine, messages)
     prosody = await asyncio.get_running_loop().run_in_executor(
         services.workers, _prosody, samples, voiced_len
     )
@@ -61,7 +61,9 @@ def _prosody(samples: Samples, voiced_len: int) -> Prosody:
     return measure_end(samples, find_voice_end(samples, voiced_len))
 
 
-async def end_of_turn_logprob(services: Services, messages: list[ChatMessage]) -> float | None:
+async def end_of_turn_logprob(
+    engine: EngineClient, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
+) -> float | None:
     """Natural log-probability that the last message ends after its last word.
 
     None when the model does not say in time.
@@ -71,8 +73,8 @@ async def end_of_turn_logprob(services: Services, messages: list[ChatMessage]) -
     if not bare.content:
         return None
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            events = services.engine.generate([*messages[:-1], bare], _ASK)
+        async with asyncio.timeout(timeout_s):
+            events = engine.generate([*messages[:-1], bare], _ASK)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, TextDelta) and event.logprobs:

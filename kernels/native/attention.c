@@ -7,7 +7,7 @@
  */
 #include "parley.h"
 
-enum { CHUNK = 64, MAX_QUERIES = 48, FEW_QUERIES = 8 };
+enum { CHUNK = 64, MAX_QUERIES = 48 };
 
 /* Query rows of a call, so that rows * heads of a group stay within MAX_QUERIES. */
 int pn_attention_rows(int group_size) {
@@ -259,7 +259,7 @@ static int least(int a, int b) { return a < b ? a : b; }
 void pn_attend(const pn_attention *call, const float *query, int64_t query_stride, int position,
                int num_rows, float *out, int64_t out_stride, float *scratch) {
     int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
-    int num_queries = num_rows * group, is_few = num_queries <= FEW_QUERIES;
+    int num_queries = num_rows * group;
     float *queries = scratch, *sums = queries + MAX_QUERIES * head_dim;
     float *scores = sums + MAX_QUERIES * head_dim, *turned = scores + MAX_QUERIES * CHUNK;
     float *key_space = turned + CHUNK * head_dim, *value_space = key_space + CHUNK * head_dim;
@@ -277,11 +277,12 @@ void pn_attend(const pn_attention *call, const float *query, int64_t query_strid
     }
     int end = position + num_rows, start = 0;
     if (call->window > 0 && position + 1 > call->window) start = position + 1 - call->window;
+    start = start / CHUNK * CHUNK; /* the same chunks whatever the rows: the same sums */
     for (int first = start; first < end; first += CHUNK) {
         int num = least(CHUNK, end - first);
         gather(call, call->kv_head, first, num, keys, key_space);
         gather(call, call->num_kv_heads + call->kv_head, first, num, values, value_space);
-        if (is_few) {
+        if (call->is_direct) {
             scores_direct(queries, num_queries, head_dim, keys, num, scores);
         } else {
             transpose(keys, num, head_dim, turned);
@@ -302,7 +303,7 @@ void pn_attend(const pn_attention *call, const float *query, int64_t query_strid
                            sums + m * head_dim, head_dim);
             for (int j = (seen_to + 7) / 8 * 8; j < num; j++) row[j] = 0.0f;
         }
-        if (is_few) {
+        if (call->is_direct) {
             values_direct(scores, num_queries, head_dim, values, num, sums);
             continue;
         }

@@ -22,6 +22,13 @@ _ACTIVATIONS: dict[str, Activation] = {
     # Gemma's first configurations say "gelu" and mean, by their own correction, the tanh form.
     "gelu": "gelu_tanh",
 }
+# Its published files leave these out.
+_GEMMA3_DEFAULTS = {
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "context_len": 131_072,
+    "vocab_size": 262_208,
+}
 
 
 def read_hf_config(fields: Fields) -> ModelConfig:
@@ -47,11 +54,12 @@ class _FamilyReader:
     def config(self) -> ModelConfig:
         fields = self._fields
         self._refuse_what_is_lacking()
+        defaults = _GEMMA3_DEFAULTS if self._family == "gemma3" else {}
         hidden_size = fields.integer("hidden_size")
-        num_heads = fields.integer("num_attention_heads")
+        num_heads = fields.integer("num_attention_heads", defaults.get("num_heads"))
         num_layers = fields.integer("num_hidden_layers", limit=MAX_LAYERS)
         head_dim = fields.integer("head_dim", self._default_head_dim(hidden_size, num_heads))
-        context_len = fields.integer("max_position_embeddings")
+        context_len = fields.integer("max_position_embeddings", defaults.get("context_len"))
         window, is_sliding = self._windows(num_layers, context_len)
         try:
             return ModelConfig(
@@ -59,10 +67,12 @@ class _FamilyReader:
                 num_layers=num_layers,
                 hidden_size=hidden_size,
                 num_heads=num_heads,
-                num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+                num_kv_heads=fields.integer(
+                    "num_key_value_heads", defaults.get("num_kv_heads", num_heads)
+                ),
                 head_dim=head_dim,
                 intermediate_size=fields.integer("intermediate_size"),
-                vocab_size=fields.integer("vocab_size"),
+                vocab_size=fields.integer("vocab_size", defaults.get("vocab_size")),
                 context_len=context_len,
                 rms_eps=fields.number("rms_norm_eps", 1e-6),
                 tie_embeddings=fields.flag("tie_word_embeddings", self._is_gemma),

@@ -70,7 +70,7 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
 
 @asynccontextmanager
 async def running(**settings: Any) -> AsyncIterator[Running]:
-    chosen: Settings = load_settings(port=0, host="127.0.0.1", **settings)
+    chosen: Settings = load_settings(port=0, host="127.0.0.1", trace_db=False, **settings)
     async with build_services(chosen) as services:
         app = create_app(chosen, services)
         async with listening(app, chosen) as url:
@@ -125,9 +125,9 @@ BAD: dict[str, tuple[str | bytes, str, str | None]] = {
     "missing field": (event("conversation.item.delete"), "missing_required_parameter", "item_id"),
     "wrong type": (append(7), "invalid_type", "audio"),  # type: ignore[arg-type]
     "unknown field": (append("AAAA", pace=2), "unknown_parameter", "pace"),
-    "20 MB frame": (append("A" * 20_000_000), "string_above_max_length", "audio"),
-    "20 MB of something else": (
-        event("session.update", session={"tools": [0] * 7_000_000}),
+    "too much audio": (append("A" * 15_728_644), "string_above_max_length", "audio"),
+    "15 MB of something else": (
+        event("session.update", session={"tools": [0] * 5_000_000}),
         "message_too_large",
         None,
     ),

@@ -1,0 +1,190 @@
+"""Pauses in recordings, and what is known at each: the data behind docs/turn-end.svg.
+
+    python bench/turn_end_events.py ../shared/data events.jsonl
+
+Every recording gives its own pauses and its end; into most of them pauses of 0.6 to 1 s are spliced
+at random words, and prompts are spoken by the installed voice and treated the same. One JSON object
+a pause: `is_end`, `pause_ms` (null at the end), `text` up to there, `prosody`, `end_logprob`,
+`speaker` (for cross-validation) and `kind` (speech, hard, tts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.bench.voice_script import speech_at
+from app.config import Settings, load_settings
+from app.conversation.turn_judge import end_of_turn_logprob
+from app.model_store import ModelStore
+from audio.asr import Recognizer
+from audio.endpoint import Endpointer, ServerVadConfig, VoicePaused, VoiceResumed, VoiceStarted
+from audio.frame import SPEECH_RATE, Samples
+from audio.prosody import measure_end
+from audio.resample import StreamResampler
+from audio.tts import Synthesizer
+from audio.vad import WINDOW_SAMPLES, VadModel
+from audio.voice_end import find_voice_end
+from audio.wav import read_audio
+from llm_core import ChatMessage, EngineClient, EngineConfig
+
+_MIN_PAUSE_MS = 240
+_EAGER_MS = 64
+_NUM_PROMPTS = 80
+_SENTENCE_ENDS = (".", "?", "!")
+
+
+def main() -> None:
+    """Collect all pauses of the data folder."""
+    data, out = Path(sys.argv[1]), Path(sys.argv[2])
+    asyncio.run(_collect(data, out))
+
+
+async def _collect(data: Path, out: Path) -> None:
+    settings = load_settings()
+    store = ModelStore(settings.home)
+    recognizer = Recognizer(store.resolve(settings.asr_model))
+    voice = Synthesizer(store.resolve(settings.tts_model))
+    vad, rng = VadModel(), np.random.default_rng(1)
+    config = EngineConfig(model_path=str(store.resolve(settings.llm_model)), max_context=1024)
+    engine = await EngineClient.start(config)
+    try:
+        with out.open("w") as file:
+            for name, kind, samples in _recordings(data, voice):
+                words = _words(recognizer, samples)
+                for at, audio in _spliced(samples, words, kind, rng):
+                    for event in _pauses(audio, vad, recognizer, words, at):
+                        event |= {"name": name, "kind": kind, "speaker": _speaker(name)}
+                        event["end_logprob"] = await _logprob(engine, settings, event["text"])
+                        file.write(json.dumps(event) + "\n")
+    finally:
+        await engine.close()
+
+
+def _recordings(data: Path, voice: Synthesizer) -> Iterator[tuple[str, str, Samples]]:
+    for kind in ("speech", "hard"):
+        for path in sorted((data / kind).iterdir()):
+            # Announcements, several voices at once, codecs of the 1990s: no callers.
+            if path.suffix == ".ulaw" or path.name.startswith(
+                ("ivr", "overlap", "stereo", "st48", "c2_")
+            ):
+                continue
+            samples, rate = read_audio(path)
+            yield path.name, kind, _to_speech_rate(samples, rate)
+    prompts = [
+        line.split("\t")[column]
+        for name, column in (("clinc150_sample.tsv", 1), ("slurp_spoken_sample.tsv", 3))
+        for line in (data / "prompts" / name).read_text().splitlines()[1:]
+    ]
+    random.Random(1).shuffle(prompts)
+    lead = np.zeros(SPEECH_RATE // 3, np.float32)
+    for number, prompt in enumerate(prompts[:_NUM_PROMPTS]):
+        text = prompt.strip()
+        mark = "?" if text.split()[0].lower() in _ASKING else "."
+        spoken = voice.synthesize(text[0].upper() + text[1:] + mark)
+        yield f"tts{number}", "tts", np.concatenate((lead, speech_at(spoken, voice, SPEECH_RATE)))
+
+
+_ASKING = frozenset(
+    ("what", "how", "why", "when", "where", "who", "can", "could", "do", "does", "is", "are")
+)
+
+
+def _to_speech_rate(samples: Samples, rate: int) -> Samples:
+    resampler = StreamResampler(rate, SPEECH_RATE)
+    return np.concatenate((resampler.process(samples), resampler.flush()))
+
+
+def _words(recognizer: Recognizer, samples: Samples) -> list[tuple[str, float, float]]:
+    """Words of the whole recording with their times, by the library's own alignment."""
+    whisper = recognizer._decoder._whisper
+    segments, _ = whisper.transcribe(samples, language="en", word_timestamps=True, temperature=0)
+    return [(w.word.strip(), w.start, w.end) for s in segments for w in s.words or ()]
+
+
+def _spliced(
+    samples: Samples, words: list[tuple[str, float, float]], kind: str, rng: np.random.Generator
+) -> Iterator[tuple[float | None, Samples]]:
+    """The recording as it is (None), and with a pause spliced in after a second."""
+    yield None, samples
+    inside = [i for i in range(1, len(words) - 1) if not words[i][0].endswith(_SENTENCE_ENDS)]
+    rng.shuffle(inside)
+    for i in inside[: 3 if kind == "speech" else 1]:
+        middle = int((words[i][2] + words[i + 1][1]) / 2 * SPEECH_RATE)
+        starts = range(max(0, middle - 960), middle + 960, 80)
+        cut = min(starts, key=lambda s: float(np.square(samples[s : s + 160]).sum())) + 80
+        first, second = samples[:cut].copy(), samples[cut:].copy()
+        fade = np.linspace(0, 1, min(80, first.size, second.size), dtype=np.float32)
+        first[-fade.size :] *= fade[::-1]
+        second[: fade.size] *= fade
+        gap = _room(samples, int(rng.uniform(0.6, 1.0) * SPEECH_RATE), rng)
+        yield cut / SPEECH_RATE, np.concatenate((first, gap, second))
+
+
+def _room(samples: Samples, num_samples: int, rng: np.random.Generator) -> Samples:
+    frames = samples[: samples.size // 320 * 320].reshape(-1, 320)
+    level = max(float(np.percentile(np.sqrt(np.square(frames).mean(axis=1)), 3)), 1e-4)
+    return rng.normal(0, level, num_samples).astype(np.float32)
+
+
+def _pauses(
+    samples: Samples,
+    vad: VadModel,
+    recognizer: Recognizer,
+    words: list[tuple[str, float, float]],
+    spliced_at: float | None,
+) -> Iterator[dict[str, Any]]:
+    audio = np.concatenate((samples, _room(samples, 2 * SPEECH_RATE, np.random.default_rng(0))))
+    endpointer = Endpointer(ServerVadConfig(silence_ms=6_000, eager_silence_ms=_EAGER_MS))
+    start: int | None = None
+    found: list[tuple[int, int, int | None]] = []
+    for i, probability in enumerate(vad.probabilities(audio)):
+        now = (i + 1) * WINDOW_SAMPLES
+        for event in endpointer.feed(float(probability), now - WINDOW_SAMPLES, now):
+            if isinstance(event, VoiceStarted):
+                start = event.start_sample if start is None else start
+            elif isinstance(event, VoicePaused):
+                found.append((event.last_voiced_sample, now, None))
+            elif isinstance(event, VoiceResumed):
+                found[-1] = (*found[-1][:2], event.sample)
+    for voiced, at, resumed in found:
+        is_end = resumed is None
+        pause_ms = None if resumed is None else (resumed - voiced) * 1000 / SPEECH_RATE
+        is_spliced = spliced_at is not None and abs(voiced / SPEECH_RATE - spliced_at) < 0.35
+        said = [word for word, begin, _ in words if begin < voiced / SPEECH_RATE + 0.1]
+        between = bool(said) and said[-1].endswith(_SENTENCE_ENDS) and not is_end
+        if (pause_ms or 1_000) < _MIN_PAUSE_MS or (between and not is_spliced):
+            continue
+        if spliced_at is not None and not is_spliced:
+            continue
+        turn = audio[start or 0 : at]
+        prosody = measure_end(turn, find_voice_end(turn, voiced - (start or 0)))
+        text = recognizer.transcribe(turn).text
+        if text:
+            melody = (prosody.pitch_drop, prosody.pitch_slope)
+            sound = (prosody.last_run_s, prosody.pitched_share)
+            values = (*prosody.levels_db, *melody, *sound)
+            yield {"is_end": is_end, "pause_ms": pause_ms, "text": text, "prosody": values}
+
+
+async def _logprob(engine: EngineClient, settings: Settings, text: str) -> float | None:
+    prompt = [ChatMessage("system", settings.instructions), ChatMessage("user", text)]
+    return await end_of_turn_logprob(engine, prompt, timeout_s=10.0)
+
+
+def _speaker(name: str) -> str:
+    """Recordings of one speaker are never on both sides of the cross-validation."""
+    for prefix in ("pause_", "noisy_", "tel_", "quiet_", "padded_", "ls_"):
+        name = name.removeprefix(prefix)
+    return name.split("-")[0].split("_")[0] if not name.startswith("tts") else f"tts{name[-1]}"
+
+
+if __name__ == "__main__":
+    main()
