@@ -53,6 +53,10 @@ class Grant:
     has_key: bool = True
     session: dict[str, Any] = field(default_factory=dict)
 
+    def limited_as(self, peer: str) -> str:
+        """Whose limits count: the key's; where none is asked for, the address's."""
+        return self.owner if self.has_key else f"address {peer}"
+
 
 _ANYONE = Grant("anyone", has_key=False)
 

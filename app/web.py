@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
-from app.api.calls import add_calls
+from app.api.calls import Surroundings, add_calls
 from app.api.calls_registry import CallsRegistry
 from app.api.chat import chat_router
 from app.api.client_secrets import client_secrets_router
@@ -104,13 +104,11 @@ def create_app(
     app.include_router(models_router(services.engine))
     app.include_router(chat_router(services.engine))
     _add_realtime(app, services, make_session)
+    state = app.state
     add_calls(
         app,
-        services,
-        app.state.connections,
-        app.state.gatekeeper,
-        app.state.calls,
-        make_session,
+        Surroundings(services, make_session, state.connections, state.calls, state.rate_limits),
+        state.gatekeeper,
     )
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
@@ -171,7 +169,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
                 return
             # Refused with an event and a close code: browsers hide the status of a failed upgrade.
             peer = websocket.client.host if websocket.client else "?"
-            owner = limited_as(grant, peer)
+            owner = grant.limited_as(peer)
             try:
                 connections.check()
                 limits.check_session(owner)
@@ -193,11 +191,6 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
             )
             with connections.entered(channel, lambda: connection.is_busy):
                 await connection.run()
-
-
-def limited_as(grant: Grant, peer: str) -> str:
-    """Whose limits count: the key's; where none is asked for, the address's."""
-    return grant.owner if grant.has_key else f"address {peer}"
 
 
 def _unsupported_query(websocket: WebSocket) -> Wire | None:

@@ -275,6 +275,7 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
+                await self._sink(PlaybackCut(may_go_on=True))
                 self._hearing.note_silence()
             case floor.ReleaseResponse():
                 if self._turn is not None:
@@ -282,9 +283,7 @@ class Session:
             case floor.DropSpeech():
                 await self._drop_speech()
             case floor.CutPlayback():
-                if self._last_turn is not None:
-                    self._last_turn.cut_to_heard()
-                    await self._sink(PlaybackCut())
+                await self._cut_playback()
             case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
@@ -318,7 +317,11 @@ class Session:
             await self._sink(PlaybackCut())
             self._hearing.note_silence()
             await asyncio.wait([self._turn_task])
-        elif self._last_turn is not None:  # it has just ended by itself, but may still sound
+        else:  # it has just ended by itself, but may still sound
+            await self._cut_playback()
+
+    async def _cut_playback(self) -> None:
+        if self._last_turn is not None:
             self._last_turn.cut_to_heard()
             await self._sink(PlaybackCut())
 
