@@ -46,7 +46,7 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
-from app.logging_setup import speech_field, turn_id
+from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
@@ -85,10 +85,8 @@ class Session:
         self._turn_task: asyncio.Task[None]
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ahead = Ahead()
-        self._num_commits = 0
-        self._last_audio_ns = 0
-        self._idle = IdleWatch()
+        self._ahead, self._idle = Ahead(), IdleWatch()
+        self._num_commits = self._last_audio_ns = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
@@ -212,7 +210,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """The conversation so far."""
+        """All items."""
         return self._history
 
     def get_item(self, item_id: str) -> Item:
@@ -273,7 +271,7 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
-                self._hearing.note_silence()
+                await self._cut_playback()
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
@@ -282,7 +280,7 @@ class Session:
             case floor.CutPlayback():
                 if self._last_turn is not None:
                     self._last_turn.cut_to_heard()
-                    await self._sink(PlaybackCut())
+                    await self._cut_playback()
             case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
@@ -313,12 +311,15 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
-            await self._sink(PlaybackCut())
-            self._hearing.note_silence()
+            await self._cut_playback()
             await asyncio.wait([self._turn_task])
         elif self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
-            await self._sink(PlaybackCut())
+            await self._cut_playback()
+
+    async def _cut_playback(self) -> None:
+        self._hearing.note_silence()
+        await self._sink(PlaybackCut())
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         heard = self._hearing.take(heard_end, self.id)
@@ -422,19 +423,13 @@ class Session:
         await self._sink(ResponseDone(turn.response))
         traced = turn.trace.to_dict()
         self._services.traces.add(traced)
-        self._log_turn(traced)
+        log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))
         if actions:  # else whoever stopped this turn holds the floor and waits for us
             async with self._floor:
                 for action in actions:
                     await self._perform(action)
-
-    def _log_turn(self, traced: dict[str, Any]) -> None:
-        extra = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
-        for name in ("transcript", "reply"):
-            extra |= speech_field(self._services.settings, name, traced[name])
-        log.info("turn ended", extra=extra)
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
