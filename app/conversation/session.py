@@ -45,8 +45,8 @@ from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
-from app.errors import ClientError, RecognitionError
-from app.logging_setup import speech_field, turn_id
+from app.errors import ClientError
+from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
@@ -85,10 +85,8 @@ class Session:
         self._turn_task: asyncio.Task[None]
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ahead = Ahead()
-        self._num_commits = 0
-        self._last_audio_ns = 0
-        self._idle = IdleWatch()
+        self._ahead, self._idle = Ahead(), IdleWatch()
+        self._num_commits = self._last_audio_ns = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
@@ -214,7 +212,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """The conversation so far."""
+        """All items."""
         return self._history
 
     def get_item(self, item_id: str) -> Item:
@@ -275,8 +273,7 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
-                await self._sink(PlaybackCut(may_go_on=True))
-                self._hearing.note_silence()
+                await self._silence(may_go_on=True)
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
@@ -314,16 +311,19 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
-            await self._sink(PlaybackCut())
-            self._hearing.note_silence()
+            await self._silence()
             await asyncio.wait([self._turn_task])
-        else:  # it has just ended by itself, but may still sound
+        else:
             await self._cut_playback()
 
     async def _cut_playback(self) -> None:
-        if self._last_turn is not None:
+        if self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
-            await self._sink(PlaybackCut())
+            await self._silence()
+
+    async def _silence(self, *, may_go_on: bool = False) -> None:
+        self._hearing.note_silence()
+        await self._sink(PlaybackCut(may_go_on))
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         heard = self._hearing.take(heard_end, self.id)
@@ -345,24 +345,11 @@ class Session:
     async def _settle(self, heard: HeardTurn, commit: int) -> None:
         item, trace = heard.item, heard.trace
         part = item.content[0]
-        try:
-            settled = await heard.settling
-        except Exception as caught:
-            error = caught
-            if not isinstance(error, RecognitionError):
-                log.error("speech recognition failed", exc_info=error)
-                error = RecognitionError("internal error; the server's log has the details")
-            part.text = ""
-            trace.mark("asr_final", self._clock.now_ns())
-            trace.end("failed", self._clock.now_ns(), error.code)
+        if error := await heard.settle(self._clock):
             self._services.traces.add(trace.to_dict())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))
-        else:
-            part.text = settled.transcript.text
-            trace.mark("asr_final", settled.at_ns)
-            trace.note_transcript(settled.transcript)
-            if self.config.transcribe:
-                await self._tell_transcript(item.id, part, heard.told)
+        elif self.config.transcribe:
+            await self._tell_transcript(item.id, part, heard.told)
         # Of turns in quick succession only the last one is answered (with all that was said).
         if commit == self._num_commits:
             self._heard = trace
@@ -434,19 +421,13 @@ class Session:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
-        self._log_turn(traced)
+        log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))
         if actions:  # else whoever stopped this turn holds the floor and waits for us
             async with self._floor:
                 for action in actions:
                     await self._perform(action)
-
-    def _log_turn(self, traced: dict[str, Any]) -> None:
-        extra = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
-        for name in ("transcript", "reply"):
-            extra |= speech_field(self._services.settings, name, traced[name])
-        log.info("turn ended", extra=extra)
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
