@@ -71,7 +71,9 @@ def _stages(value: object) -> object:
 Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
 StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
 Policies = Annotated[
-    tuple[Literal["short_first_clause", "filler"], ...], NoDecode, BeforeValidator(_split)
+    tuple[Literal["short_first_clause", "filler", "shorter_answer", "partial_context"], ...],
+    NoDecode,
+    BeforeValidator(_split),
 ]
 
 
@@ -205,7 +207,8 @@ class Settings(BaseSettings):
     )
     budget_policies: Policies = Field(
         default=("short_first_clause",),
-        description="what is done when a turn is late: short_first_clause, filler",
+        description="what is done when a turn is late: short_first_clause, filler, shorter_answer, "
+        "partial_context",
     )
     budget_filler: Annotated[str, StringConstraints(max_length=100)] = Field(
         default="Let me see.", description="what the policy filler says"

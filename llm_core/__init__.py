@@ -3,7 +3,7 @@
 This root is all that other packages import. It loads no torch: only the engine process does.
 """
 
-from llm_core.client import EngineClient
+from llm_core.client import EngineClient, Reply
 from llm_core.errors import (
     EngineBusyError,
     EngineDiedError,
@@ -17,6 +17,7 @@ from llm_core.messages import (
     Alternative,
     ChatMessage,
     ChoiceGuide,
+    Downgrade,
     EngineConfig,
     EngineStats,
     FinishReason,
@@ -26,6 +27,7 @@ from llm_core.messages import (
     Guide,
     JsonGuide,
     ModelInfo,
+    OptionFields,
     PrefillResult,
     RegexGuide,
     RequestOptions,
@@ -51,6 +53,7 @@ __all__ = [
     "Alternative",
     "ChatMessage",
     "ChoiceGuide",
+    "Downgrade",
     "EngineBusyError",
     "EngineClient",
     "EngineConfig",
@@ -66,9 +69,11 @@ __all__ = [
     "LlmError",
     "ModelInfo",
     "ModelLoadError",
+    "OptionFields",
     "PrefillResult",
     "PromptTooLongError",
     "RegexGuide",
+    "Reply",
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 _BODY_TIMEOUT_S = 30.0
+# Whoever speaks with us waits in silence; whoever reads can wait a little longer.
+_PRIORITY = -1
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -104,7 +106,7 @@ class _Answer(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(
-            self._engine.generate(self._chat.messages, self._chat.params)
+            self._engine.generate(self._chat.messages, self._chat.params, priority=_PRIORITY)
         ) as events:
             try:
                 first = await anext(events)
