@@ -115,3 +115,11 @@ def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
 def speech_field(settings: Settings, name: str, text: str) -> dict[str, object]:
     """``extra`` for spoken words: the words if the settings allow it, else their length."""
     return {name: text} if settings.log_transcripts else {f"{name}_chars": len(text)}
+
+
+def turn_fields(settings: Settings, traced: dict[str, Any]) -> dict[str, Any]:
+    """What the log says of a finished turn; ``traced`` is its trace."""
+    fields = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
+    for name in ("transcript", "reply"):
+        fields |= speech_field(settings, name, traced[name])
+    return fields

@@ -388,11 +388,10 @@ async def test_a_conversation_at_random(seed: int) -> None:
     output = rng.choice(FORMATS)
     opened, clock = random_call(rng, output, settings={"eager_reply": rng.random() < 0.8})
     async with opened as c:
-        c.clock = c.session._clock = clock
-        c.session._hearing._clock = c.session._hearing._transcriber._clock = clock
-        object.__setattr__(c.services, "workers", LateExecutor(rng))
-        c.services.recognition._workers = c.services.workers
-        c.services.recognition._recognizer = RandomRecognizer(rng)  # type: ignore[assignment]
+        hearing = c.session._hearing
+        c.clock = c.session._clock = hearing._clock = hearing._transcriber._clock = clock
+        object.__setattr__(c.services, "workers", late := LateExecutor(rng))
+        vars(c.services.recognition).update(_workers=late, _recognizer=RandomRecognizer(rng))
         judge = Judge(clock)
         judge.format = output
         c.session._sink = judge

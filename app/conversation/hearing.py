@@ -17,9 +17,11 @@ from app.conversation.listener import RATE, Listener
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled, Transcriber
+from app.conversation.turn import Turn
 from app.conversation.turn_judge import silence_ms
 from app.observe.trace import TurnTrace
 from audio.asr_agreement import rest_after
+from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded, VoiceEvent
 from audio.frame import Samples
 from audio.voice_end import find_voice_end
@@ -97,10 +99,10 @@ class Hearing:
         self._told += new
         return new
 
-    @property
-    def told(self) -> str:
-        """The stable words that were taken."""
-        return self._told
+    def means_to_stop(self, answer: Turn | None, words: str | None = None) -> bool:
+        """Whether ``words`` (None: those taken so far) are meant to stop ``answer``."""
+        reply = answer.text if answer is not None else ""
+        return means_to_stop(self._told if words is None else words, reply)
 
     def take_prompt(self) -> str:
         """The stable words, if enough have come since the last time to be worth reading; or ""."""

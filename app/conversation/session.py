@@ -46,9 +46,8 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
 from app.errors import ClientError, RecognitionError
-from app.logging_setup import speech_field, turn_id
+from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
-from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
@@ -86,10 +85,8 @@ class Session:
         self._turn_task: asyncio.Task[None]
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ahead = Ahead()
-        self._num_commits = 0
-        self._last_audio_ns = 0
-        self._idle = IdleWatch()
+        self._ahead, self._idle = Ahead(), IdleWatch()
+        self._num_commits = self._last_audio_ns = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
@@ -162,7 +159,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and means_to_stop(self._hearing.told, self._reply):
+        if new and self._dialog.is_held and self._hearing.means_to_stop(self._turn):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -215,7 +212,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """The conversation so far."""
+        """All items."""
         return self._history
 
     def get_item(self, item_id: str) -> Item:
@@ -276,15 +273,16 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
-                await self._sink(PlaybackCut(may_go_on=True))
-                self._hearing.note_silence()
+                await self._cut_playback(may_go_on=True)
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
             case floor.DropSpeech():
                 await self._drop_speech()
             case floor.CutPlayback():
-                await self._cut_playback()
+                if self._last_turn is not None:
+                    self._last_turn.cut_to_heard()
+                    await self._cut_playback()
             case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
@@ -315,16 +313,15 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
-            await self._sink(PlaybackCut())
-            self._hearing.note_silence()
+            await self._cut_playback()
             await asyncio.wait([self._turn_task])
-        else:  # it has just ended by itself, but may still sound
+        elif self._last_turn is not None:  # it has just ended by itself, but may still sound
+            self._last_turn.cut_to_heard()
             await self._cut_playback()
 
-    async def _cut_playback(self) -> None:
-        if self._last_turn is not None:
-            self._last_turn.cut_to_heard()
-            await self._sink(PlaybackCut())
+    async def _cut_playback(self, *, may_go_on: bool = False) -> None:
+        self._hearing.note_silence()
+        await self._sink(PlaybackCut(may_go_on))
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         heard = self._hearing.take(heard_end, self.id)
@@ -435,19 +432,13 @@ class Session:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
-        self._log_turn(traced)
+        log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))
         if actions:  # else whoever stopped this turn holds the floor and waits for us
             async with self._floor:
                 for action in actions:
                     await self._perform(action)
-
-    def _log_turn(self, traced: dict[str, Any]) -> None:
-        extra = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
-        for name in ("transcript", "reply"):
-            extra |= speech_field(self._services.settings, name, traced[name])
-        log.info("turn ended", extra=extra)
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
@@ -460,7 +451,9 @@ class Session:
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(floor.InterruptionJudged(means_to_stop(words, self._reply)))
+            await self._feed(
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._turn, words))
+            )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
@@ -481,10 +474,6 @@ class Session:
         await warm(services.engine, said)
 
     # --- helpers ---
-
-    @property
-    def _reply(self) -> str:
-        return self._turn.text if self._turn is not None else ""
 
     def _prompt(self) -> list[ChatMessage]:
         return ResponseRequest().messages(self._history, self.config, self._services.tools)
