@@ -35,7 +35,7 @@ async def test_a_spoken_question_gets_a_spoken_answer(tmp_path: Path) -> None:
         # Audio does not travel in events as well.
         assert "response.output_audio.delta" not in client.names()
         assert "response.output_audio_transcript.delta" in client.names()
-        trace = server.services.traces.recent(1)[0]
+        trace = server.last_trace()
         assert 100 < trace["voice_to_voice_ms"] < 900
 
 
