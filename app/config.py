@@ -144,7 +144,7 @@ class Settings(BaseSettings):
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
     vad_silence_ms: int = Field(default=500, ge=100, le=10_000)
     eager_silence_ms: int = Field(
-        default=64, ge=30, le=10_000, description="silence after which a transcript is tried"
+        default=32, ge=30, le=10_000, description="silence after which a transcript is tried"
     )
     eager_reply: bool = Field(
         default=True, description="begin the answer before the end of the turn is certain"

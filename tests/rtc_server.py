@@ -12,7 +12,13 @@ import numpy as np
 from app.conversation.services import Services
 from app.server import create_app, listening
 from app.transports.webrtc.channel import CallAudio
-from tests.fakes import ScriptedEngine, ScriptedRecognizer, ToneSynthesizer, fake_services
+from tests.fakes import (
+    ScriptedEngine,
+    ScriptedRecognizer,
+    ToneSynthesizer,
+    fake_services,
+    recent,
+)
 from tests.rtc_client import RATE, RtcClient
 
 STORY = "Once upon a time there was a very long story that went on and on, and on. " * 4
@@ -36,6 +42,11 @@ class Server:
     @property
     def engine(self) -> ScriptedEngine:
         return cast(ScriptedEngine, self.services.engine)
+
+    def last_trace(self) -> dict[str, Any]:
+        """Of the turn that ended last."""
+        [turn] = recent(self.services.traces.store, 1)
+        return cast(dict[str, Any], turn)
 
     def the_audio(self) -> CallAudio:
         """That of the only call there is."""

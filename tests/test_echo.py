@@ -77,3 +77,15 @@ def test_what_sounded_is_forgotten() -> None:
     guard.play(babble(0, 1.0), SPEECH_RATE, 0)
     share_of_echo(guard, np.zeros(6 * SPEECH_RATE, np.float32))
     assert not guard.is_sounding
+
+
+def test_windows_that_were_left_out() -> None:
+    """Nobody listens while nothing sounds: what was heard before then is not compared."""
+    guard = EchoGuard()
+    dice = np.random.default_rng(3)
+    sound = dice.normal(0, 0.1, SPEECH_RATE * 4).astype(np.float32)
+    guard.play(sound, SPEECH_RATE, 0)
+    for start in (*range(0, 512 * 20, 512), *range(512 * 23, 512 * 60, 512)):
+        guard.hear(sound[start : start + 512], start)
+        guard.is_echo()
+    assert guard.is_echo()

@@ -31,7 +31,7 @@ from llm_core import (
 log = logging.getLogger(__name__)
 
 # Later than this the answer does not help: the wait is decided without it.
-_TIMEOUT_S = 0.25
+_TIMEOUT_S = 0.4
 _MARKS = " .?!,;:-\u2013\u2014\u2026"
 # Control tokens have no bytes; after a message's text only its end is likely.
 _ENDS = frozenset((b".", b"?", b"!", b""))

@@ -18,9 +18,6 @@ typedef enum {
     NUM_KINDS
 } phase_kind;
 
-/* Segments of up to FEW_ROWS rows attend in the way a single row does, sum by sum: the rows of a
- * draft that is verified get the very logits that they would get one by one. */
-enum { FEW_ROWS = 8 };
 enum { OWN_COPY_ROWS = 2, MAX_PHASES_A_LAYER = 12, TASKS_A_THREAD = 6 };
 
 typedef struct {
@@ -211,7 +208,6 @@ static void attend(pn_session *s, const pn_layer *layer, int layer_index, int ta
         .block_ids = s->batch->block_ids + s->batch->segments[3 * block->segment + 2],
         .layer = layer_index, .kv_head = kv_head, .num_kv_heads = m->num_kv_heads,
         .num_heads = m->num_heads, .head_dim = m->head_dim, .window = layer->window,
-        .is_direct = s->batch->segments[3 * block->segment + 1] <= FEW_ROWS,
         .softcap = m->attention_softcap,
     };
     int64_t head = (int64_t)kv_head * group * m->head_dim;

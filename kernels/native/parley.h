@@ -255,7 +255,6 @@ typedef struct {
     const pn_cache *cache;
     const int32_t *block_ids;
     int32_t layer, kv_head, num_kv_heads, num_heads, head_dim, window;
-    int32_t is_direct; /* keys are read where they lie: for few rows, see forward.c */
     float softcap;
 } pn_attention;
 int64_t pn_attention_scratch(int head_dim);
