@@ -113,6 +113,19 @@ class Settings(BaseSettings):
     llm_threads: int = Field(default=1, ge=1, le=256)
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)
+    llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(
+        default="deadline", description="who is served first; by deadline suits callers"
+    )
+    llm_kv_dtype: Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(_lower)] = (
+        Field(default="float32", description="how keys and values are kept: exact, half, a quarter")
+    )
+    llm_max_step_ms: int = Field(
+        default=150, ge=10, le=10_000, description="how long reading a prompt may hold up answers"
+    )
+    llm_standby: bool = Field(
+        default=True,
+        description="keep a second engine process, without a model, for when the first one dies",
+    )
     asr_threads: int = Field(default=1, ge=1, le=64)
     tts_threads: int = Field(default=1, ge=1, le=64)
     speech_workers: int = Field(default=2, ge=1, le=64, description="threads for ASR and TTS jobs")

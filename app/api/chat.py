@@ -46,12 +46,14 @@ _SSE_HEADERS = {
 
 
 def chat_router(engine: EngineClient) -> APIRouter:
-    """The route. Raises (to the app's handlers) ClientError for a bad request."""
+    """The route. Raises (to the app's handlers) ClientError for a bad request, and UnavailableError
+    while the server ends; answers that have begun are finished."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(request: Request) -> Response:
         request.app.state.gatekeeper.check(request.headers)
+        request.app.state.connections.check_open()
         try:
             body = await _read_body(request)
         except ClientDisconnect:
