@@ -113,7 +113,8 @@ class PhoneLine:
             if (goodbye := self.protocol.hang_up()) is not None:
                 with contextlib.suppress(ChannelClosed):
                     await self._wire.send(goodbye)
-        await self._wire.close(code, reason)
+        final = self._closed or ChannelClosed(code, reason)
+        await self._wire.close(final.code, final.reason)
 
     # --- the side of the provider ---
 

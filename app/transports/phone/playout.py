@@ -160,14 +160,17 @@ class PhonePlayout:
 
     def heard(self, now_ns: int) -> int:
         """Up to which sample the caller has heard, as far as can be known."""
-        by_clock = self._sent - max(0, self._ends_ns - now_ns) * self._rate // _NS
         if not self._has_marks:
-            return max(self._heard, by_clock)
+            return max(self._heard, self._played(now_ns))
         known = self._heard
         if self._marks and self._has_heard_mark:  # between two marks it goes on with the time
             elapsed = (now_ns - self._heard_ns) * self._rate // _NS
             known = min(self._heard + elapsed, self._marks[0][1])
-        return max(known, by_clock - MARK_GRACE_MS * self._rate // 1000)
+        return max(known, self._played(now_ns - MARK_GRACE_MS * 1_000_000))
+
+    def _played(self, now_ns: int) -> int:
+        """By the clock."""
+        return self._sent - max(0, self._ends_ns - now_ns) * self._rate // _NS
 
     def clear(self, now_ns: int) -> Cut | None:
         """Take back all that was not heard. None: there was nothing."""
