@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 from xml.sax.saxutils import quoteattr
 
@@ -24,11 +25,10 @@ from app.api.phone_call import Greeting, PhoneCall
 from app.api.realtime import MakeSession
 from app.auth import Gatekeeper
 from app.config import Settings
-from app.connections import Connections
 from app.conversation.services import Services
 from app.errors import ClientError, ConfigError, ParleyError
 from app.rate_limits import RateLimits
-from app.transports.base import ChannelClosed
+from app.transports.base import ChannelClosed, EventChannel
 from app.transports.phone.audiosocket import AudioSocket
 from app.transports.phone.detect import detect
 from app.transports.phone.line import PhoneLine, Wire
@@ -46,13 +46,28 @@ Meet = Callable[[Wire], Awaitable[tuple[PhoneProtocol, Started]]]
 _BUSY = '<?xml version="1.0" encoding="UTF-8"?><Response><Reject reason="busy"/></Response>'
 
 
+class Admission(Protocol):
+    """Who counts the sessions of a server; see ``Connections``."""
+
+    max_connections: int
+
+    @property
+    def refusal(self) -> str | None: ...
+
+    def check(self) -> None: ...
+
+    def entered(
+        self, channel: EventChannel, is_busy: Callable[[], bool]
+    ) -> AbstractContextManager[None]: ...
+
+
 class PhoneDesk:
     """Takes the calls of a server."""
 
     def __init__(
         self,
         services: Services,
-        connections: Connections,
+        connections: Admission,
         gatekeeper: Gatekeeper,
         registry: CallsRegistry,
         limits: RateLimits,
