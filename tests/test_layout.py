@@ -29,6 +29,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
         ("cli", "cli_*"),
         ("bench",),
+        ("call_client",),
+        ("phone_peers",),
         ("talk_client", "talk_log", "recording", "waterfall", "server_process", "trace_source"),
         ("server",),
         ("web",),
