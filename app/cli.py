@@ -19,6 +19,7 @@ from rich.text import Text
 from app import __version__
 from app.cli_bench import bench_app
 from app.cli_models import HomeOption, configured_models, fetch_models, models_app
+from app.cli_quantize import distill, quantize
 from app.cli_traces import traces_app
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
@@ -55,6 +56,8 @@ cli = typer.Typer(
 cli.add_typer(models_app, name="models")
 cli.add_typer(bench_app, name="bench")
 cli.add_typer(traces_app, name="traces")
+cli.command()(quantize)
+cli.command()(distill)
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,6 +13,17 @@ from llm_core.errors import (
     PromptTooLongError,
     RequestTimeoutError,
 )
+from llm_core.job_options import (
+    Agreement,
+    DistillOptions,
+    DistillReport,
+    PerplexityOptions,
+    PerplexityReport,
+    Progress,
+    QuantizeMethod,
+    QuantizeOptions,
+    QuantizeReport,
+)
 from llm_core.messages import (
     Alternative,
     ChatMessage,
@@ -38,6 +49,7 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
+from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -48,9 +60,12 @@ from llm_core.tool_calls import (
 )
 
 __all__ = [
+    "Agreement",
     "Alternative",
     "ChatMessage",
     "ChoiceGuide",
+    "DistillOptions",
+    "DistillReport",
     "EngineBusyError",
     "EngineClient",
     "EngineConfig",
@@ -66,8 +81,14 @@ __all__ = [
     "LlmError",
     "ModelInfo",
     "ModelLoadError",
+    "PerplexityOptions",
+    "PerplexityReport",
     "PrefillResult",
+    "Progress",
     "PromptTooLongError",
+    "QuantizeMethod",
+    "QuantizeOptions",
+    "QuantizeReport",
     "RegexGuide",
     "RequestOptions",
     "RequestTimeoutError",
@@ -85,4 +106,7 @@ __all__ = [
     "ToolSpec",
     "ToolText",
     "Usage",
+    "distill_model",
+    "measure_perplexity",
+    "quantize_model",
 ]
