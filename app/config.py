@@ -71,7 +71,9 @@ def _stages(value: object) -> object:
 Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
 StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
 Policies = Annotated[
-    tuple[Literal["short_first_clause", "filler"], ...], NoDecode, BeforeValidator(_split)
+    tuple[Literal["short_first_clause", "filler", "shorter_answer", "partial_context"], ...],
+    NoDecode,
+    BeforeValidator(_split),
 ]
 
 
@@ -111,6 +113,19 @@ class Settings(BaseSettings):
     llm_threads: int = Field(default=1, ge=1, le=256)
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)
+    llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(
+        default="deadline", description="who is served first; by deadline suits callers"
+    )
+    llm_kv_dtype: Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(_lower)] = (
+        Field(default="float32", description="how keys and values are kept: exact, half, a quarter")
+    )
+    llm_max_step_ms: int = Field(
+        default=150, ge=10, le=10_000, description="how long reading a prompt may hold up answers"
+    )
+    llm_standby: bool = Field(
+        default=True,
+        description="keep a second engine process, without a model, for when the first one dies",
+    )
     asr_threads: int = Field(default=1, ge=1, le=64)
     tts_threads: int = Field(default=1, ge=1, le=64)
     speech_workers: int = Field(default=2, ge=1, le=64, description="threads for ASR and TTS jobs")
@@ -205,7 +220,8 @@ class Settings(BaseSettings):
     )
     budget_policies: Policies = Field(
         default=("short_first_clause",),
-        description="what is done when a turn is late: short_first_clause, filler",
+        description="what is done when a turn is late: short_first_clause, filler, shorter_answer, "
+        "partial_context",
     )
     budget_filler: Annotated[str, StringConstraints(max_length=100)] = Field(
         default="Let me see.", description="what the policy filler says"

@@ -26,6 +26,7 @@ from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.errors import ConfigError, ModelStoreError
@@ -43,7 +44,7 @@ from audio.asr import Recognizer
 from audio.errors import AudioError
 from audio.tts import Synthesizer
 from audio.vad import VadModel
-from llm_core import ChatMessage, EngineClient, EngineConfig, LlmError
+from llm_core import ChatMessage, EngineClient, EngineConfig, InvalidRequestError, LlmError
 
 __all__ = ["WEB_ROOT", "build_services", "create_app", "listening", "serve"]
 
@@ -52,7 +53,6 @@ logger = logging.getLogger(__name__)
 # A peer that vanished, or never reads, holds its socket no longer than this (TCP_USER_TIMEOUT).
 _DEAD_PEER_MS = 30_000
 _GRACE_S = 5
-_SUPERVISION_S, _MAX_SUPERVISION_S = 0.5, 30.0
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def build_services(
         try:
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, progress, workers)
-                engine = loading.create_task(_load_engine(settings, paths, stack))
+                engine = loading.create_task(_load_engine(settings, tools, paths, stack))
                 recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
                 synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
@@ -85,10 +85,6 @@ async def build_services(
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
-        supervising = asyncio.create_task(
-            _supervise(engine.result(), settings), name="engine supervisor"
-        )
-        stack.callback(supervising.cancel)
         recognition = Recognition(recognizer.result(), workers)
         services = Services(
             engine=engine.result(),
@@ -125,41 +121,37 @@ class _Paths:
         return await loop.run_in_executor(self._workers, self._store.fetch, *arguments)
 
 
-async def _load_engine(settings: Settings, paths: _Paths, stack: AsyncExitStack) -> EngineClient:
+async def _load_engine(
+    settings: Settings, tools: ToolBox, paths: _Paths, stack: AsyncExitStack
+) -> EngineClient:
     config = EngineConfig(
         model_path=str(await paths.of(settings.llm_model)),
         num_threads=settings.llm_threads,
         max_sequences=settings.llm_max_sequences,
         max_context=settings.llm_max_context,
+        kv_dtype=settings.llm_kv_dtype,
+        policy=settings.llm_policy,
+        max_step_ms=settings.llm_max_step_ms,
+        standby=settings.llm_standby,
         native_cache_dir=str(settings.home / "native"),
     )
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)
-    await _read_instructions(engine, settings)
+    await _keep_instructions(engine, settings.instructions, tools)
     return engine
 
 
-async def _read_instructions(engine: EngineClient, settings: Settings) -> None:
-    """Callers find the instructions read, and no first caller pays for first-time work."""
-    await engine.prefill(
-        [ChatMessage("system", settings.instructions), ChatMessage("user", "Hello.")]
-    )
-
-
-async def _supervise(engine: EngineClient, settings: Settings) -> None:
-    """Bring a dead engine back at once, not when the next caller has asked and waits."""
-    wait_s = _SUPERVISION_S
-    while True:
-        await asyncio.sleep(wait_s)
-        if engine.is_alive:
-            wait_s = _SUPERVISION_S
-            continue
-        try:
-            await engine.restart()
-            await _read_instructions(engine, settings)
-        except (LlmError, OSError) as error:
-            wait_s = min(2 * wait_s, _MAX_SUPERVISION_S)
-            logger.error("the engine cannot be restarted: %s", error, extra={"again_in_s": wait_s})
+async def _keep_instructions(engine: EngineClient, instructions: str, tools: ToolBox) -> None:
+    """Callers find the instructions read, however many others the cache has seen, also when the
+    engine has been replaced; and no first caller pays for first-time work."""
+    specs = tools.specs(SessionConfig(instructions))
+    if not instructions and not specs:
+        return
+    try:
+        await engine.pin([ChatMessage("system", instructions, tools=specs)])
+    except InvalidRequestError as error:
+        # Templates may begin with what the user says; and very long ones are not worth the room.
+        logger.warning("the instructions are not kept in the cache for good: %s", error)
 
 
 def _open_traces(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> TraceWriter:

@@ -117,7 +117,7 @@ class Engine:
         prompt, downgrades = choose(
             options.downgrades,
             Outlook(lambda p: self._first_token_ns(p, options), self._clock(), options.deadline_ns),
-            self._make.prompt(messages, options.overflow, reply_len, continues_last=continues),
+            self._make.prompt(messages, options, reply_len, continues_last=continues),
             lambda: self._make.last_turn(messages, reply_len, continues_last=continues),
         )
         if "shorter_answer" in downgrades:
@@ -140,7 +140,7 @@ class Engine:
         options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Queues the computing of a prompt's KV. Raises as ``submit``."""
-        prompt = self._make.prompt(messages, options.overflow)
+        prompt = self._make.prompt(messages, options)
         self._add(self._make.request(request_id, prompt, options, received_ns=received_ns))
 
     def pin(
@@ -183,7 +183,7 @@ class Engine:
         options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Begins to compute a prompt that may still change. Raises as ``submit``."""
-        prompt = self._make.prompt(messages, options.overflow)
+        prompt = self._make.prompt(messages, options)
         self._add(
             self._make.request(request_id, prompt, options, received_ns=received_ns, is_open=True)
         )
@@ -195,7 +195,7 @@ class Engine:
         its result when nothing is left to compute. Raises as ``submit``; the draft is then over."""
         request = self._draft(request_id)
         try:
-            prompt = self._make.prompt(messages, request.overflow)
+            prompt = self._make.prompt(messages, request.options)
         except LlmError:
             self._end(request.sequence)
             raise

@@ -130,9 +130,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``priority``: higher is served first; ``cache_salt``: only requests with the same one share
     cached prefixes; ``timeout_ms``: the request fails with RequestTimeoutError if it is not done
     after that; ``overflow``: what happens to a conversation longer than the context: it is refused,
-    or its oldest turns are left out (the answer says how many messages). ``downgrades`` allows the
-    engine, when the deadline is at risk, to answer from the last turn alone, or shortly; FirstToken
-    says which it did.
+    or its oldest turns are left out (the answer says how many messages) until about
+    ``retention_ratio`` of the room for a prompt is taken, so that the next turns have room too.
+    ``downgrades`` allows the engine, when the deadline is at risk, to answer from the last turn
+    alone, or shortly; FirstToken says which it did.
     """
 
     deadline_ns: int | None = None
@@ -140,6 +141,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeout_ms: int | None = None
     overflow: Overflow = "refuse"
+    retention_ratio: float = 0.75
     downgrades: tuple[Downgrade, ...] = ()
 
 
@@ -151,6 +153,7 @@ class OptionFields(TypedDict, total=False):
     cache_salt: str
     timeout_ms: int | None
     overflow: Overflow
+    retention_ratio: float
     downgrades: tuple[Downgrade, ...]
 
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from llm_core.chat_template import ChatTemplate
 from llm_core.downgrade import last_turn
-from llm_core.errors import PromptTooLongError
+from llm_core.errors import InvalidRequestError, PromptTooLongError
 from llm_core.generation import Generation
 from llm_core.guided import GuideCompiler
 from llm_core.messages import (
     ChatMessage,
-    Overflow,
     PrefillResult,
     RequestOptions,
     SamplingParams,
@@ -31,7 +30,7 @@ class Request:
     drafts, whose ``revision`` counts how often their text was replaced."""
 
     sequence: TokenSequence
-    overflow: Overflow
+    options: RequestOptions
     expires_ns: int | None = None
     generation: Generation | None = None
     revision: int = 0
@@ -60,7 +59,7 @@ class Request:
             deadline_ns=source.deadline_ns,
         )
         sequence.num_dropped = source.num_dropped
-        return Request(sequence, self.overflow)
+        return Request(sequence, self.options)
 
     def commit(self, options: RequestOptions, *, received_ns: int) -> None:
         """A draft becomes a generation: from now on it is timed, and counts what it found."""
@@ -97,14 +96,22 @@ class RequestMaker:
     def prompt(
         self,
         messages: Sequence[ChatMessage],
-        overflow: Overflow,
+        options: RequestOptions,
         reply_len: int = 1,
         *,
         continues_last: bool = False,
     ) -> Prompt:
         """A prompt that leaves room for a reply. Raises InvalidRequestError, PromptTooLongError."""
+        if not 0 < options.retention_ratio <= 1:
+            raise InvalidRequestError(
+                f"retention_ratio: must be above 0 and at most 1, got {options.retention_ratio}"
+            )
         prompt = self._prompts.build(
-            messages, reply_len=reply_len, overflow=overflow, continues_last=continues_last
+            messages,
+            reply_len=reply_len,
+            overflow=options.overflow,
+            retention_ratio=options.retention_ratio,
+            continues_last=continues_last,
         )
         self.check_fits(len(prompt.token_ids), 1)
         return prompt
@@ -145,7 +152,7 @@ class RequestMaker:
         )
         sequence.num_dropped = prompt.num_dropped
         expires_ns = None if is_open else _expires_ns(received_ns, options)
-        return Request(sequence, options.overflow, expires_ns)
+        return Request(sequence, options, expires_ns)
 
     def generation(
         self, sequence: TokenSequence, params: SamplingParams, *, received_ns: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, cast
+from functools import partial
+from typing import Any, Unpack, cast
 
 import msgspec
 import numpy as np
@@ -35,7 +36,9 @@ from llm_core import (
     GenerationDone,
     GenerationEvent,
     ModelInfo,
+    OptionFields,
     PrefillResult,
+    PromptTooLongError,
     SamplingParams,
     TextDelta,
     TokenLogprob,
@@ -144,6 +147,29 @@ class ToneSynthesizer:
         return np.full(1_000 * len(text.strip()), 0.5, np.float32)
 
 
+class ScriptedReply:
+    """Same interface as the engine client's ``Reply``. Keeps all deadlines, the first one too."""
+
+    def __init__(
+        self, events: AsyncGenerator[GenerationEvent, None], options: OptionFields
+    ) -> None:
+        self.options = options
+        self.deadlines_ns = [options.get("deadline_ns")]
+        self._events = events
+
+    async def __aenter__(self) -> ScriptedReply:
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        await self._events.aclose()
+
+    def __aiter__(self) -> AsyncGenerator[GenerationEvent, None]:
+        return self._events
+
+    def set_deadline(self, deadline_ns: int | None) -> None:
+        self.deadlines_ns.append(deadline_ns)
+
+
 class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
@@ -170,6 +196,8 @@ class ScriptedEngine:
         self.requests: list[list[ChatMessage]] = []
         self.prefills: list[list[ChatMessage]] = []
         self.params: list[SamplingParams] = []
+        self.options: list[OptionFields] = []
+        self.replies_opened: list[ScriptedReply] = []
         self.num_running = 0
         self.error: Exception | None = None
         self.end_logprob = -0.2
@@ -182,17 +210,37 @@ class ScriptedEngine:
         return EngineStats(
             num_running=self.num_running,
             num_waiting=0,
-            num_free_slots=8 - self.num_running,
-            num_slots=8,
+            num_drafts=0,
+            num_blocks=8,
+            num_free_blocks=8 - self.num_running,
+            num_pinned_blocks=0,
             cached_tokens=0,
+            total_prompt_tokens=20,
+            total_hit_tokens=8,
         )
 
-    async def prefill(self, messages: Sequence[ChatMessage]) -> PrefillResult:
+    async def prefill(
+        self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
+    ) -> PrefillResult:
         self.prefills.append(list(messages))
         return PrefillResult(prompt_tokens=10, cached_tokens=0)
 
+    async def open_reply(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        **options: Unpack[OptionFields],
+    ) -> ScriptedReply:
+        """``generate`` with a handle, which is kept."""
+        reply = ScriptedReply(self.generate(messages, params, **options), options)
+        self.replies_opened.append(reply)
+        return reply
+
     async def generate(
-        self, messages: Sequence[ChatMessage], params: SamplingParams
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        **options: Unpack[OptionFields],
     ) -> AsyncGenerator[GenerationEvent, None]:
         if params.continue_last:
             self.judged.append(messages[-1].content)
@@ -202,6 +250,7 @@ class ScriptedEngine:
             return
         self.requests.append(list(messages))
         self.params.append(params)
+        self.options.append(options)
         number = len(self.requests)
         self.num_running += 1
         try:
@@ -229,6 +278,39 @@ class ScriptedEngine:
             self.num_running -= 1
 
 
+class ShortContextEngine(ScriptedEngine):
+    """Has room for ``max_chars`` characters; whoever allows it loses the oldest beyond that."""
+
+    def __init__(self, max_chars: int, *replies: str) -> None:
+        super().__init__(*replies)
+        self.max_chars = max_chars
+        self.dropped: list[int] = []
+
+    async def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        **options: Unpack[OptionFields],
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        first = next(i for i, m in enumerate(messages) if m.role != "system")
+        kept = list(messages[first:])
+        excess = sum(len(m.content) for m in messages) - self.max_chars
+        if excess > 0:
+            if options.get("overflow") != "drop_oldest":
+                raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
+            excess += int(self.max_chars * (1 - options.get("retention_ratio", 0.75)))
+        while excess > 0 and len(kept) > 1:
+            excess -= len(kept.pop(0).content)
+        num_dropped = len(messages) - first - len(kept)
+        self.dropped.append(num_dropped)
+        fitting = [*messages[:first], *kept]
+        async with aclosing(super().generate(fitting, params, **options)) as events:
+            async for event in events:
+                if isinstance(event, FirstToken):
+                    event = msgspec.structs.replace(event, dropped_messages=num_dropped)
+                yield event
+
+
 class PacedEngine(ScriptedEngine):
     """Takes its time, by the test's clock: waits in the queue, reads the prompt, then each word."""
 
@@ -238,12 +320,15 @@ class PacedEngine(ScriptedEngine):
         self.queue_s, self.prefill_s, self.token_s = 0.002, 0.04, 0.01
 
     async def generate(
-        self, messages: Sequence[ChatMessage], params: SamplingParams
-    ) -> AsyncIterator[GenerationEvent]:
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        **options: Unpack[OptionFields],
+    ) -> AsyncGenerator[GenerationEvent, None]:
         received_ns = self.clock.now_ns()
         await self.clock.sleep(self.queue_s)
         scheduled_ns = self.clock.now_ns()
-        async with aclosing(super().generate(messages, params)) as events:
+        async with aclosing(super().generate(messages, params, **options)) as events:
             async for event in events:
                 match event:
                     case FirstToken():
@@ -272,18 +357,20 @@ class PacedExecutor(Executor):
         self.delays_s: dict[str, float | Callable[[Any], float]] = {
             "transcribe": 0.08,
             "_synthesize": 0.05,
+            "_prosody": 0.0,
         }
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         future: Future[Any] = Future()
-        task = asyncio.create_task(self._work(future, fn))
+        name = getattr(fn, "func", fn).__name__
+        task = asyncio.create_task(self._work(future, name, partial(fn, *args, **kwargs)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return future
 
-    async def _work(self, future: Future[Any], job: Any) -> None:
-        delay = self.delays_s[job.func.__name__]
+    async def _work(self, future: Future[Any], name: str, job: partial[Any]) -> None:
+        delay = self.delays_s[name]
         await self.clock.sleep(delay(job) if callable(delay) else delay)
         if future.set_running_or_notify_cancel():
             try:

@@ -13,6 +13,7 @@ BRIEF = {
     "PARLEY_MAX_REPLY_TOKENS": "48",
     "PARLEY_TEMPERATURE": "0",
     "PARLEY_TRACE_DB": "false",  # the home has the models, and maybe somebody's real traces
+    "PARLEY_LLM_STANDBY": "false",  # few of them lose their engine, and all share one machine
 }
 
 

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+from app.conversation.load import Load
+from app.conversation.recognition import Recognition
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from llm_core import ChatMessage
@@ -40,7 +42,11 @@ class Call:
         self.paced: PacedExecutor | None = None
         if isinstance(engine, PacedEngine):
             self.paced = PacedExecutor(self.clock)
-            self.services = replace(self.services, workers=self.paced)
+            recognition = Recognition(cast(Any, self.recognizer), self.paced)
+            load = Load(recognition, self.services.settings.eager_max_generating)
+            self.services = replace(
+                self.services, workers=self.paced, recognition=recognition, load=load
+            )
         self.out = Recorder()
         config = SessionConfig(**{"instructions": "Be brief.", "send_traces": True, **changes})
         self.session = Session(self.services, config, self.out, self.clock)

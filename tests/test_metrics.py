@@ -17,11 +17,11 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from app.config import load_settings
-from app.errors import ConfigError
-from app.observe.metrics import Metrics
+from app.errors import ConfigError, ServiceError, UnavailableError
+from app.observe.metrics import ERROR_CODES, Metrics
 from app.observe.trace import OUTCOMES
 from app.server import create_app, listening
-from llm_core import EngineDiedError
+from llm_core import EngineDiedError, LlmError
 from tests.fakes import ScriptedEngine, a_turn, fake_services
 
 OPERATIONS = Path(__file__).resolve().parent.parent / "docs" / "operations"
@@ -42,6 +42,14 @@ def samples(metrics: Metrics) -> Samples:
 
 def value(found: Samples, name: str, **labels: str) -> float:
     return found[name, tuple(sorted(labels.items()))]
+
+
+def test_every_error_that_can_end_a_turn_has_a_label() -> None:
+    def codes(kind: type[Any]) -> set[str]:
+        return {kind.code}.union(*(codes(sub) for sub in kind.__subclasses__()))
+
+    turns_end_with = codes(LlmError) | codes(ServiceError) - {UnavailableError.code}
+    assert {code for code in turns_end_with if code not in ERROR_CODES} == set()
 
 
 def test_a_turn_is_counted_in_every_metric_it_belongs_to() -> None:
@@ -132,6 +140,10 @@ async def test_the_endpoint_speaks_both_formats_and_knows_the_server(tmp_path: P
         assert value(found, "parley_max_calls") == 7
         assert value(found, "parley_llm_up") == 1
         assert value(found, "parley_llm_running_requests") == 0
+        assert value(found, "parley_llm_cache_lookup_tokens_total") == 20
+        assert value(found, "parley_llm_cache_hit_tokens_total") == 8
+        assert value(found, "parley_llm_preemptions_total") == 0
+        assert value(found, "parley_llm_kv_free_blocks") == 8
         assert value(found, "parley_turns_total", outcome="answered", origin="spoken") == 1
         assert value(found, "process_cpu_seconds_total") > 0
         open_metrics = await http.get(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import pytest
@@ -39,6 +39,7 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
+    OptionFields,
     PrefillResult,
     PromptTooLongError,
     SamplingParams,
@@ -78,13 +79,18 @@ class RandomEngine(ScriptedEngine):
         if self._rng.random() < self.failure_rate:
             raise EngineDiedError("as the test wants it")
 
-    async def prefill(self, messages: Sequence[ChatMessage]) -> PrefillResult:
+    async def prefill(
+        self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
+    ) -> PrefillResult:
         await self._think()
-        return await super().prefill(messages)
+        return await super().prefill(messages, **options)
 
     async def generate(
-        self, messages: Sequence[ChatMessage], params: SamplingParams
-    ) -> AsyncIterator[GenerationEvent]:
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        **options: Unpack[OptionFields],
+    ) -> AsyncGenerator[GenerationEvent, None]:
         self.num_running += 1
         try:
             received_ns = self._clock.now_ns()

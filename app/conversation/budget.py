@@ -16,8 +16,12 @@ from app.config import Settings
 from app.conversation.session_config import SessionConfig
 from app.observe.trace import STAGES, BudgetAction, TurnTrace, attribute_us
 from audio.text import DEFAULT_LIMITS, ClauseChunker, ClauseLimits
+from llm_core import Downgrade
 
-Policy = Literal["short_first_clause", "filler"]
+Policy = Literal["short_first_clause", "filler", "shorter_answer", "partial_context"]
+
+# Of the policies, those that are the engine's to follow.
+DOWNGRADES: tuple[Downgrade, ...] = ("partial_context", "shorter_answer")
 
 STAGE_NAMES = tuple(stage for stage, _ in STAGES)
 _BRIDGE_AHEAD_MS = 50.0
@@ -77,6 +81,22 @@ class TurnBudget:
         """When the caller should hear something."""
         start_ns = self.start_ns
         return None if start_ns is None else start_ns + int(self.targets.total_ms * 1e6)
+
+    @property
+    def behind_first_token_ns(self) -> int:
+        """What the stages behind the model's first token need."""
+        return int((self.targets.total_ms - self.targets.until_end_of("prefill")) * 1e6)
+
+    @property
+    def first_token_deadline_ns(self) -> int | None:
+        """When the model should have its first token, for the caller to hear something in time."""
+        deadline_ns = self.deadline_ns
+        return None if deadline_ns is None else deadline_ns - self.behind_first_token_ns
+
+    @property
+    def downgrades(self) -> tuple[Downgrade, ...]:
+        """What the engine may give up when it sees that the deadline cannot be met otherwise."""
+        return tuple(name for name in DOWNGRADES if name in self.policies)
 
     def remaining_ms(self, now_ns: int) -> float | None:
         """What is left of the whole; negative when it is overspent."""

@@ -165,7 +165,7 @@ class Session:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
         if self._ahead.is_idle and (words := self._hearing.take_prompt()):
             said = [*self._prompt(), ChatMessage("user", words)]
-            self._ahead.do(warm(self._services.engine, said))
+            self._ahead.do(warm(self._services.engine, self.config, said))
 
     async def commit_audio(self) -> None:
         """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
@@ -299,7 +299,7 @@ class Session:
         start_ms = self._hearing.begin(start_sample)
         await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._ahead.do(warm(self._services.engine, self._prompt()))
+        self._ahead.do(warm(self._services.engine, self.config, self._prompt()))
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
@@ -460,7 +460,7 @@ class Session:
             if wanted and services.load.may_speculate():
                 await self._ahead.hold(self._make_turn(ResponseRequest(), said))
                 return
-        await warm(services.engine, said)
+        await warm(services.engine, self.config, said)
 
     # --- helpers ---
 

@@ -20,16 +20,17 @@ from typing import Literal
 import numpy as np
 
 from app.clock import Clock
+from app.conversation.asking import Asking
 from app.conversation.budget import BudgetedChunker, TurnBudget
 from app.conversation.calling import Calling
 from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
-from app.conversation.history import History, shortened, without_tools
+from app.conversation.history import History, without_tools
 from app.conversation.outcome import outcome_of
 from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tools import Outcome, choice_after_results
-from app.errors import GenerationError, ServiceError, SynthesisError, TurnTimeoutError
+from app.errors import ServiceError, SynthesisError, TurnTimeoutError
 from app.observe.trace import TurnTrace
 from audio.errors import AudioError
 from audio.frame import Samples
@@ -40,8 +41,6 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
-    LlmError,
-    PromptTooLongError,
     SamplingParams,
     TextDelta,
 )
@@ -50,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # Audible: above -50 dB of full scale. The first such sample ends the caller's wait.
 _AUDIBLE = 0.003
+# By then it is judged whether a voice over the answer was meant to stop it.
+_HOLD_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,10 @@ class Turn:
         self._clock = clock
         self._sink = sink
         self._history = history
-        self._prefilled = prefilled
         self._speaks = response.modality == "audio"
         self._budget = TurnBudget.of(services.settings, config, trace)
+        self._asking = Asking(services, config, clock, trace, self._budget, prefilled)
+        self._num_samples = 0  # of speech made, sent or not
         self._has_words = False  # the answer has begun, fillers aside
         self._output = Output(
             response,
@@ -137,6 +139,7 @@ class Turn:
                 self.start()
             await self._sink(ResponseStarted(self.response))
             self._released.set()
+            self._tell_deadline()
             await self._work_until_end()
             await self._tell_end()
         finally:
@@ -178,9 +181,11 @@ class Turn:
         """Silence now; the answer may go on where it stopped."""
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
         self._output.hold()
+        self._tell_deadline(_HOLD_S)
 
     async def release(self) -> None:
         """Go on where the answer stopped. Returns when it has caught up."""
+        self._tell_deadline()
         await self._output.release()
 
     @property
@@ -299,10 +304,9 @@ class Turn:
         await texts.put(_Piece(filler, part, is_filler=True))
         await texts.put(_Piece("", part, is_last=True, is_filler=True))
 
-    async def _generate(
+    def _generate(
         self, messages: list[ChatMessage], calling: Calling
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """The model's reply; drops the oldest messages until the prompt fits the context."""
         settings = self._services.settings
         max_tokens = self.response.max_output_tokens or settings.max_reply_tokens
         params = SamplingParams(
@@ -312,32 +316,20 @@ class Turn:
             repetition_penalty=settings.repetition_penalty,
             guide=calling.guide,
         )
-        num_messages = len(messages)
-        ratio = self.config.retention_ratio
-        self.trace.mark("llm_submit", self._clock.now_ns())
-        await self._wait_for_prefill()
-        while True:
-            if calling.part == 0:
-                self.trace.facts["dropped_messages"] = num_messages - len(messages)
-            try:
-                async with aclosing(self._services.engine.generate(messages, params)) as events:
-                    with self._services.load.generating():
-                        async for event in events:
-                            yield event
-                return
-            except PromptTooLongError as error:
-                shorter = None if ratio == 0 else shortened(messages, ratio or 0.5)
-                if shorter is None:
-                    raise GenerationError(str(error), code=error.code) from error
-                messages = shorter
-            except LlmError as error:
-                raise GenerationError(str(error), code=error.code) from error
+        return self._asking.events(messages, params)
 
-    async def _wait_for_prefill(self) -> None:
-        """The prompt is being read already; asking beside it would read it twice."""
-        if self._prefilled is not None and not self._prefilled.done():
-            self.trace.mark("llm_scheduled", self._clock.now_ns())
-            await asyncio.wait([self._prefilled])
+    def _tell_deadline(self, pause_s: float = 0.0) -> None:
+        """Tell the engine when the next words are needed: at first as the budget has it, then when
+        the caller has heard all that was made, ``pause_s`` from now at the earliest."""
+        if not self._released.is_set():
+            return  # perhaps nobody will hear it
+        deadline_ns = self._budget.first_token_deadline_ns
+        if self._num_samples:
+            now_ns, playout = self._clock.now_ns(), self._output.playout
+            unsent_s = max(0, self._num_samples - playout.sent_samples) / playout.rate
+            in_hand_s = pause_s + playout.remaining_s(now_ns) + unsent_s
+            deadline_ns = now_ns + int(in_hand_s * 1e9) - self._budget.behind_first_token_ns
+        self._asking.needed_by(deadline_ns)
 
     async def _voice(
         self, texts: asyncio.Queue[_Piece | None], clauses: asyncio.Queue[Clause | None]
@@ -356,6 +348,8 @@ class Turn:
                 self.trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
+                self._num_samples += len(samples)
+                self._tell_deadline()
             await clauses.put(
                 Clause(piece.text, samples, piece.part, piece.is_last, piece.is_filler)
             )
@@ -381,7 +375,7 @@ class Turn:
             first.cancel()
         self._budget.answered(self._clock.now_ns())
         self._has_words = True
-        self._history.forget_oldest(self.trace.facts.get("dropped_messages", 0))
+        self._history.forget_oldest(self._asking.dropped)
         while clause is not None:
             await self._output.say(clause)
             clause = await clauses.get()
@@ -401,6 +395,7 @@ class Turn:
             return None
         self._budget.bridged(self._clock.now_ns())
         samples = filler.samples(self.config.output_format.rate)
+        self._num_samples += len(samples)
         return Clause(filler.text, samples, part=-1, is_last=True, is_filler=True)
 
     # --- notes ---

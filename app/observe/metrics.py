@@ -7,7 +7,8 @@ dashboard made of these names; a test keeps them in step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import (
@@ -18,7 +19,9 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from app.observe.store import Turn
 from app.observe.trace import OUTCOMES, STAGES
@@ -27,11 +30,15 @@ STAGE_NAMES = tuple(stage for stage, _ in STAGES)
 # Errors that have a label of their own; what else may come, or a newer engine may say, is "other".
 ERROR_CODES = frozenset(
     {
+        "context_length_exceeded",
         "engine_busy",
         "engine_died",
         "generation_failed",
         "invalid_request",
-        "prompt_too_long",
+        "llm_error",
+        "model_load_error",
+        "recognizer_busy",
+        "request_timeout",
         "server_error",
         "synthesis_failed",
         "timed_out",
@@ -43,6 +50,19 @@ OTHER = "other"
 _TURN_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.25, 1.5, 2, 3, 5, 10)
 _STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+
+
+class _KeptElsewhere(Collector):
+    def __init__(self, name: str, about: str, value: Callable[[], float]) -> None:
+        self._name, self._about, self._value = name, about, value
+
+    def describe(self) -> list[Metric]:
+        return [CounterMetricFamily(self._name, self._about)]
+
+    def collect(self) -> Iterator[Metric]:
+        value = self._value()
+        if not math.isnan(value):
+            yield CounterMetricFamily(self._name, self._about, value=value)
 
 
 class Metrics:
@@ -109,6 +129,10 @@ class Metrics:
     def gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
         """A figure that is asked for at each scrape; ``name`` without the prefix."""
         Gauge(f"parley_{name}", about, registry=self.registry).set_function(value)
+
+    def counter(self, name: str, about: str, value: Callable[[], float]) -> None:
+        """A sum that somebody else keeps, asked for at each scrape; missing while not a number."""
+        self.registry.register(_KeptElsewhere(f"parley_{name}", about, value))
 
     def observe(self, turn: Turn) -> None:
         """Count a finished turn (``TurnTrace.to_dict``)."""

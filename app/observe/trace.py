@@ -62,6 +62,7 @@ FACTS = {
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
     "dropped_messages": "oldest messages left out, for the context was too short",
+    "downgrades": "what the engine gave up to be in time: turns but the last, or the length",
     "ahead_ms": "how long before its request the answer had been begun",
     "filler": "what was said while a tool ran",
     "tool_calls": "functions that the model called",
