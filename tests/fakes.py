@@ -182,8 +182,10 @@ class ScriptedEngine:
         return EngineStats(
             num_running=self.num_running,
             num_waiting=0,
-            num_free_slots=8 - self.num_running,
-            num_slots=8,
+            num_drafts=0,
+            num_blocks=64,
+            num_free_blocks=64 - 8 * self.num_running,
+            num_pinned_blocks=0,
             cached_tokens=0,
         )
 
@@ -387,10 +389,11 @@ def fake_services(
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
     tools: ToolBox | None = None,
+    workers: Executor | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them. Scripted transcripts are those of whole turns."""
-    workers = InlineExecutor(1)
+    workers = workers or InlineExecutor(1)
     recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
     known = Settings.model_validate({"partial_transcripts": False, **settings})
     metrics = Metrics()

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
+from tests.fakes import recent
 from tests.rtc_client import tone, until
 from tests.rtc_server import STORY, ask, loud_s, serving
 
@@ -35,7 +36,7 @@ async def test_a_spoken_question_gets_a_spoken_answer(tmp_path: Path) -> None:
         # Audio does not travel in events as well.
         assert "response.output_audio.delta" not in client.names()
         assert "response.output_audio_transcript.delta" in client.names()
-        trace = server.services.traces.recent(1)[0]
+        trace = recent(server.services.traces.store, 1)[0]
         assert 100 < trace["voice_to_voice_ms"] < 900
 
 

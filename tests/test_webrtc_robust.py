@@ -17,6 +17,7 @@ import pytest
 
 from app.api.realtime_events import EVENT_TYPES
 from app.transports.webrtc import call as call_module
+from tests.fakes import recent
 from tests.rtc_client import RtcClient, tone, until
 from tests.rtc_server import STORY, Server, ask, loud_s, serving
 from tests.test_webrtc_sdp import OFFER
@@ -222,7 +223,7 @@ async def test_a_bad_network_costs_neither_words_nor_time(tmp_path: Path, kind: 
         # Not a packet's time is lost, and speech is not cut in two.
         assert length_ms - 300 == pytest.approx(2_000, abs=150)
         await client.until("response.done")
-        trace = server.services.traces.recent(1)[0]
+        trace = recent(server.services.traces.store, 1)[0]
         # 560 ms without loss; a wait of 120 ms at most on top, and nothing that lasts.
         assert trace["voice_to_voice_ms"] < 560 + 250
 
