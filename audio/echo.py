@@ -74,8 +74,14 @@ class EchoGuard:
         return bool(self._played)
 
     def hear(self, window: Samples, position: int) -> None:
-        """Take float32 [512] heard from ``position`` on; every window, in order."""
+        """Take float32 [512] heard from ``position`` on; windows in order.
+
+        What was heard before a gap (nobody listens for echoes while nothing sounds) is forgotten.
+        """
         hop = position // _HOP
+        if self._heard and self._heard[-1][0] != hop - 1:
+            self._heard.clear()
+            self._last = np.zeros(_HOP, np.float32)
         for offset in (0, 1):
             half = window[offset * _HOP : (offset + 1) * _HOP]
             self._heard.append((hop + offset, _bands(np.concatenate((self._last, half)))))
