@@ -81,7 +81,7 @@ def test_what_sounded_is_forgotten() -> None:
 
 @pytest.mark.parametrize("gap_s", [0.032, 0.64, 60.0])
 def test_after_a_gap_it_begins_anew(gap_s: float) -> None:
-    """Nobody listens for echoes while nothing sounds; the next answer is compared from its start."""
+    """Nobody listens for echoes while nothing sounds; then the next answer is compared alone."""
     guard = EchoGuard()
     guard.play(babble(0, 1.0), SPEECH_RATE, 0)
     share_of_echo(guard, babble(0, 1.0))
