@@ -211,8 +211,8 @@ class ScriptedEngine:
             num_running=self.num_running,
             num_waiting=0,
             num_drafts=0,
-            num_blocks=8,
-            num_free_blocks=8 - self.num_running,
+            num_blocks=64,
+            num_free_blocks=64 - 8 * self.num_running,
             num_pinned_blocks=0,
             cached_tokens=0,
             total_prompt_tokens=20,
@@ -474,10 +474,11 @@ def fake_services(
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
     tools: ToolBox | None = None,
+    workers: Executor | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them. Scripted transcripts are those of whole turns."""
-    workers = InlineExecutor(1)
+    workers = workers or InlineExecutor(1)
     recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
     known = Settings.model_validate({"partial_transcripts": False, **settings})
     metrics = Metrics()
