@@ -22,7 +22,8 @@ from app.observe.metrics import ERROR_CODES, Metrics
 from app.observe.trace import OUTCOMES
 from app.server import create_app, listening
 from llm_core import EngineDiedError, LlmError
-from tests.fakes import ScriptedEngine, a_turn, fake_services
+from tests.fake_turns import a_turn
+from tests.fakes import ScriptedEngine, fake_services
 from tests.server_env import download_dir
 
 OPERATIONS = Path(__file__).resolve().parent.parent / "docs" / "operations"
