@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
@@ -38,6 +38,7 @@ from app.talk_client import (
 )
 from app.talk_log import Event, TalkLog, Verdict
 from audio.codecs import decode, encode, to_pcm16
+from audio.frame import Samples
 from audio.resample import StreamResampler
 
 # The greeting is listened to; when none comes in this time there is none.
@@ -130,6 +131,9 @@ class CallClient:
         self._sideband: ClientConnection | None = None
         self._start_ns = self._clock.now_ns()
         self._num_sent = 0
+        self._began_ns = 0  # when the first frame began
+        self._last_ns = 0  # when the last frame arrives
+        self._rest: Samples = np.zeros(0, np.float32)  # less than a frame
         self._way: list[tuple[int, int, Message]] = []  # frames on their way, by arrival
         self._to_line = StreamResampler(RATE, peer.format.rate)
         self._from_line = StreamResampler(peer.format.rate, RATE)
@@ -248,10 +252,6 @@ class CallClient:
         with contextlib.suppress(ConnectionClosed, OSError):  # the receiver hears of it, too
             while self._way and self._way[0][0] <= due_ns:
                 await self._link.send(heapq.heappop(self._way)[2])
-
-    _began_ns = 0
-    _rest: Any = np.zeros(0, np.float32)
-    _last_ns = 0
 
     def _set_out(self, message: Message, now_ns: int, frame_ns: int) -> None:
         trouble = self._trouble

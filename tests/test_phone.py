@@ -270,6 +270,23 @@ async def test_streams_that_do_not_begin_are_told_why(tmp_path: Path) -> None:
             assert code == 1013 and "in use" in reason
 
 
+async def test_a_call_without_an_id_gets_one_and_an_id_is_taken_once(tmp_path: Path) -> None:
+    async with phone_server(tmp_path, SHORT) as server:
+        connected = {"event": "websocket:connected", "content-type": "audio/l16;rate=8000"}
+        url = server.url.replace("http", "ws") + "/phone/stream"
+        async with connect(url, proxy=None) as one, connect(url, proxy=None) as other:
+            for socket in (one, other):
+                await socket.send(json.dumps(connected))
+            async with asyncio.timeout(5):
+                while server.num_calls < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        async with phone(server) as caller:
+            await caller.ask()
+            await caller.until(Play)
+            code, reason = await closing(server, *PEERS["twilio"](caller.peer.call_id).hello())
+            assert (code, reason) == (1008, "A call of this id is running.")
+
+
 async def test_an_account_may_have_so_many_calls(tmp_path: Path) -> None:
     async with phone_server(tmp_path, SHORT, phone_max_calls_per_account=1) as server:
         async with phone(server) as caller:

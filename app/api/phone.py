@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Protocol
@@ -134,8 +135,9 @@ class PhoneDesk:
         account = f"{protocol.provider} {started.account or owner}"
         self._limits.check_session(f"phone {account}")
         counted.enter_context(self.guard.counted(account))
-        call_id = started.call_id
-        if not call_id or call_id in self._registry:
+        # Vonage names the call only where the NCCO's headers do.
+        call_id = started.call_id or f"phone_{secrets.token_hex(16)}"
+        if call_id in self._registry:
             raise ClientError("A call of this id is running.", code="call_replaced")
         line = PhoneLine(
             wire,
