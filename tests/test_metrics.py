@@ -145,7 +145,7 @@ async def test_the_endpoint_speaks_both_formats_and_knows_the_server(tmp_path: P
         assert value(found, "parley_llm_cache_lookup_tokens_total") == 20
         assert value(found, "parley_llm_cache_hit_tokens_total") == 8
         assert value(found, "parley_llm_preemptions_total") == 0
-        assert value(found, "parley_llm_kv_free_blocks") == 8
+        assert value(found, "parley_llm_kv_free_blocks") == 64
         assert value(found, "parley_turns_total", outcome="answered", origin="spoken") == 1
         assert value(found, "process_cpu_seconds_total") > 0
         open_metrics = await http.get(
