@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cli_models import HomeOption
+from app.cli_quantize import perplexity
 from app.config import load_settings
 from app.errors import ParleyError
 from app.model_store import ModelStore
@@ -78,6 +80,39 @@ def bench_llm(
         print(json.dumps(result.as_dict(), indent=2))
     else:
         Console().print(_table(result))
+
+
+@bench_app.command("perplexity")
+def bench_perplexity(
+    text: Annotated[Path, typer.Option(help="The text to read, in UTF-8.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model name or file. [dim]PARLEY_LLM_MODEL, else the embedded one[/]"),
+    ] = None,
+    window_len: Annotated[int, typer.Option(help="Tokens that are read together.", min=2)] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.", min=2)] = 1 << 16,
+    weight_format: Annotated[
+        str, typer.Option(help="float32: the weights alone; auto: what the engine would run.")
+    ] = "float32",
+    threads: Annotated[int, typer.Option(help="Compute threads.", min=1, max=256)] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Perplexity of a text: how well a model, or a quantised copy of it, foresees the next word."""
+    options: dict[str, int | str] = {
+        "window_len": window_len,
+        "max_tokens": max_tokens,
+        "weight_format": weight_format,
+        "num_threads": threads,
+    }
+    report = perplexity(model=model, text=text, options=options, home=home)
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+    else:
+        Console(highlight=False).print(
+            f"perplexity {report.perplexity:.3f} over {report.num_tokens:,} tokens "
+            f"(windows of {window_len}, {report.weight_format})"
+        )
 
 
 @bench_app.command("voice")

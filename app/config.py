@@ -232,6 +232,34 @@ class Settings(BaseSettings):
     )
     trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
     trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
+    phone_twilio_auth_token: str = Field(
+        default="", repr=False, description="of your Twilio account: its signatures are checked"
+    )
+    phone_public_url: str | None = Field(
+        default=None,
+        description="https://HOST under which phone providers reach this server, behind a proxy",
+    )
+    phone_token: str = Field(
+        default="", repr=False, description="what other providers' streams have to bring along"
+    )
+    phone_greeting: str = Field(
+        default="Hello, this is Parley.", description="said when a call begins; empty: nothing"
+    )
+    phone_lead_ms: int = Field(
+        default=200, ge=20, le=5000, description="audio sent to a provider ahead of its playout"
+    )
+    phone_max_calls_per_account: int = Field(
+        default=8, ge=1, description="calls at once from one account of a provider"
+    )
+    phone_hang_up_tool: bool = Field(
+        default=False, description="let the model end phone calls; small models misuse it"
+    )
+    audiosocket_host: str = Field(
+        default="127.0.0.1", description="AudioSocket knows no keys: only for Asterisk to reach"
+    )
+    audiosocket_port: int | None = Field(
+        default=None, ge=0, le=65535, description="of Asterisk's AudioSocket (TCP); unset: none"
+    )
     trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
     record: bool = Field(
         default=False,

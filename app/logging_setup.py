@@ -99,7 +99,8 @@ def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
     """Send all logs to ``stream`` (standard error), replacing earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
     formatter = _JsonFormatter if settings.log_format == "json" else _Formatter
-    handler.setFormatter(formatter(settings.api_keys))
+    secrets = (*settings.api_keys, settings.phone_token, settings.phone_twilio_auth_token)
+    handler.setFormatter(formatter(secrets))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

@@ -19,6 +19,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from app.api.phone import audiosocket
 from app.config import Settings
 from app.connections import Connections
 from app.conversation.filler import Filler
@@ -396,6 +397,7 @@ async def _run(settings: Settings, progress: ProgressSink | None, hurry: asyncio
         async with build_services(settings, progress) as services:
             app = create_app(settings, services)
             app.state.connections.hurry = hurry
-            async with listening(app, settings, listener) as url:
+            phones = audiosocket(app.state.phone, settings)
+            async with phones, listening(app, settings, listener) as url:
                 print(f"Parley is listening on {url}", flush=True)
                 await asyncio.Event().wait()  # cancelled by `_serve`

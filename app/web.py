@@ -25,6 +25,7 @@ from app.api.client_secrets import client_secrets_router
 from app.api.http_errors import error_response
 from app.api.metrics import metrics_router
 from app.api.models import models_router
+from app.api.phone import PhoneDesk, add_phone
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_names import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
@@ -110,6 +111,15 @@ def create_app(
         Surroundings(services, make_session, state.connections, state.calls, state.rate_limits),
         state.gatekeeper,
     )
+    app.state.phone = PhoneDesk(
+        services,
+        app.state.connections,
+        app.state.gatekeeper,
+        app.state.calls,
+        app.state.rate_limits,
+        make_session,
+    )
+    add_phone(app, app.state.phone, settings)
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
 

@@ -13,6 +13,17 @@ from llm_core.errors import (
     PromptTooLongError,
     RequestTimeoutError,
 )
+from llm_core.job_options import (
+    Agreement,
+    DistillOptions,
+    DistillReport,
+    PerplexityOptions,
+    PerplexityReport,
+    Progress,
+    QuantizeMethod,
+    QuantizeOptions,
+    QuantizeReport,
+)
 from llm_core.messages import (
     Alternative,
     ChatMessage,
@@ -40,6 +51,7 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
+from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -50,9 +62,12 @@ from llm_core.tool_calls import (
 )
 
 __all__ = [
+    "Agreement",
     "Alternative",
     "ChatMessage",
     "ChoiceGuide",
+    "DistillOptions",
+    "DistillReport",
     "Downgrade",
     "EngineBusyError",
     "EngineClient",
@@ -69,9 +84,15 @@ __all__ = [
     "LlmError",
     "ModelInfo",
     "ModelLoadError",
+    "PerplexityOptions",
+    "PerplexityReport",
     "OptionFields",
     "PrefillResult",
+    "Progress",
     "PromptTooLongError",
+    "QuantizeMethod",
+    "QuantizeOptions",
+    "QuantizeReport",
     "RegexGuide",
     "Reply",
     "RequestOptions",
@@ -90,4 +111,7 @@ __all__ = [
     "ToolSpec",
     "ToolText",
     "Usage",
+    "distill_model",
+    "measure_perplexity",
+    "quantize_model",
 ]

@@ -68,10 +68,10 @@ class Tokenizer:
         ]
         self.vocab_size = len(tokens)
         self.control_tokens = _ids(typed, CONTROL)
-        self._pipeline = pipeline or byte_level_pipeline(_ids(typed, NORMAL), merges, pre)
-        self._user_tokens = {} if self._pipeline.finds_added else _ids(typed, USER_DEFINED)
+        self.pipeline = pipeline or byte_level_pipeline(_ids(typed, NORMAL), merges, pre)
+        self._user_tokens = {} if self.pipeline.finds_added else _ids(typed, USER_DEFINED)
         self._user_pattern = _alternatives(self._user_tokens)
-        is_byte_level = self._pipeline.is_byte_level
+        is_byte_level = self.pipeline.is_byte_level
         self.token_bytes = [_bytes_of(text, kind, is_byte_level) for text, kind in typed]
         self.bos_id = _checked_id(bos_id, self.vocab_size, "bos")
         eos_ids = tuple(eos_ids)
@@ -81,7 +81,7 @@ class Tokenizer:
         self.bos_token = "" if self.bos_id is None else tokens[self.bos_id]
         self.eos_token = next((tokens[i] for i in eos_ids), "")
         self._add_bos = add_bos and self.bos_id is not None
-        self._strip_before, self._strip_after = frozenset(strip_before), frozenset(strip_after)
+        self.strip_before, self.strip_after = frozenset(strip_before), frozenset(strip_after)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -129,8 +129,11 @@ class Tokenizer:
         """
         return self._encode(text, is_first=True)
 
-    def encode_pieces(self, pieces: Iterable[PromptPiece]) -> list[int]:
-        """Token ids of a rendered prompt, with one BOS in front if the model wants it."""
+    def encode_pieces(self, pieces: Iterable[PromptPiece], *, is_start: bool = True) -> list[int]:
+        """Token ids of a rendered prompt, with one BOS in front if the model wants it.
+
+        ``is_start`` False: of a part that follows others, which has no BOS.
+        """
         ids: list[int] = []
         pieces = list(pieces)
         for index, piece in enumerate(pieces):
@@ -138,12 +141,13 @@ class Tokenizer:
                 ids.append(self.control_tokens[piece.text])
                 continue
             text = piece.text
-            if index > 0 and pieces[index - 1].text in self._strip_after:
+            if index > 0 and pieces[index - 1].text in self.strip_after:
                 text = text.lstrip()
-            if index + 1 < len(pieces) and pieces[index + 1].text in self._strip_before:
+            if index + 1 < len(pieces) and pieces[index + 1].text in self.strip_before:
                 text = text.rstrip()
-            ids.extend(self._encode(text, is_first=index == 0))
-        if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.extend(self._encode(text, is_first=is_start and index == 0))
+        wants_bos = self._add_bos and is_start
+        if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
@@ -153,14 +157,14 @@ class Tokenizer:
 
     def _encode(self, text: str, *, is_first: bool) -> list[int]:
         if self._user_pattern is None:
-            return self._pipeline.encode(text, is_first=is_first)
+            return self.pipeline.encode(text, is_first=is_first)
         ids: list[int] = []
         for part in self._user_pattern.split(text):
             token_id = self._user_tokens.get(part)
             if token_id is not None:
                 ids.append(token_id)
             else:
-                ids.extend(self._pipeline.encode(part, is_first=is_first))
+                ids.extend(self.pipeline.encode(part, is_first=is_first))
         return ids
 
 

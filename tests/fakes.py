@@ -24,7 +24,6 @@ from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.query import TraceFilter, TraceQuery
 from app.observe.store import TraceStore, Turn
-from app.observe.trace import PATH_INSTANTS
 from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
@@ -211,8 +210,8 @@ class ScriptedEngine:
             num_running=self.num_running,
             num_waiting=0,
             num_drafts=0,
-            num_blocks=8,
-            num_free_blocks=8 - self.num_running,
+            num_blocks=64,
+            num_free_blocks=64 - 8 * self.num_running,
             num_pinned_blocks=0,
             cached_tokens=0,
             total_prompt_tokens=20,
@@ -404,68 +403,16 @@ def recent(store: TraceStore, limit: int) -> list[Turn]:
     return TraceQuery(store).page(TraceFilter(), limit).turns
 
 
-def a_turn(number: int = 1, **changes: Any) -> Turn:
-    """A record like that of a spoken turn which was answered; 600 ms voice to voice."""
-    stages = {
-        "endpoint": 310.0,
-        "asr": 95.0,
-        "queue": 2.0,
-        "prefill": 38.0,
-        "decode": 84.0,
-        "tts": 66.0,
-        "send": 5.0,
-    }
-    ends = dict(zip(PATH_INSTANTS[1:3], (310.0, 405.0), strict=True))
-    ends |= {"llm_submit": 405.5, "llm_scheduled": 407.0, "llm_first_token": 445.0}
-    ends |= {"first_clause": 529.0, "tts_first_audio": 595.0, "first_audio_sent": 600.0}
-    return {
-        "turn_id": f"turn_{number}",
-        "session_id": f"sess_{number // 10}",
-        "response_id": f"resp_{number}",
-        "spoken": True,
-        "outcome": "answered",
-        "reason": "",
-        "ended_at_ms": 1_796_000_000_000 + 1000 * number,
-        "transcript": "How are you?",
-        "reply": "Fine.",
-        "voice_to_voice_ms": 600.0,
-        "time_to_first_audio_ms": 290.0,
-        "stages_ms": stages,
-        "instants_ms": {"speech_end": 0.0, **ends, "ended": 2600.0},
-        "facts": {
-            "asr_ms": 80.0,
-            "asr_audio_s": 1.5,
-            "queue_wait_ms": 1.0,
-            "prompt_tokens": 60,
-            "cached_tokens": 40,
-            "computed_tokens": 20,
-            "completion_tokens": 12,
-            "llm_steps": 12,
-            "ttft_ms": 39.5,
-            "tpot_ms": 8.0,
-            "finish_reason": "stop",
-            "tts_ms": 120.0,
-            "tts_first_ms": 60.0,
-            "tts_clauses": 2,
-            "reply_audio_s": 2.0,
-            "playout_gap_ms": 0.0,
-            "wasted_transcripts": 1,
-            "wasted_answers": 1,
-            "wasted_tokens": 5,
-        },
-        **changes,
-    }
-
-
 def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
     tools: ToolBox | None = None,
+    workers: Executor | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them. Scripted transcripts are those of whole turns."""
-    workers = InlineExecutor(1)
+    workers = workers or InlineExecutor(1)
     recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
     known = Settings.model_validate({"partial_transcripts": False, **settings})
     metrics = Metrics()

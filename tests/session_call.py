@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from app.conversation.load import Load
-from app.conversation.recognition import Recognition
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from llm_core import ChatMessage
@@ -37,16 +34,11 @@ class Call:
         self.engine = engine
         self.recognizer = ScriptedRecognizer(*texts)
         self.synthesizer = ToneSynthesizer()
-        self.services = fake_services(engine, self.recognizer, self.synthesizer, tools, **settings)
         self.clock = engine.clock if isinstance(engine, PacedEngine) else ManualClock()
-        self.paced: PacedExecutor | None = None
-        if isinstance(engine, PacedEngine):
-            self.paced = PacedExecutor(self.clock)
-            recognition = Recognition(cast(Any, self.recognizer), self.paced)
-            load = Load(recognition, self.services.settings.eager_max_generating)
-            self.services = replace(
-                self.services, workers=self.paced, recognition=recognition, load=load
-            )
+        self.paced = PacedExecutor(self.clock) if isinstance(engine, PacedEngine) else None
+        self.services = fake_services(
+            engine, self.recognizer, self.synthesizer, tools, self.paced, **settings
+        )
         self.out = Recorder()
         config = SessionConfig(**{"instructions": "Be brief.", "send_traces": True, **changes})
         self.session = Session(self.services, config, self.out, self.clock)

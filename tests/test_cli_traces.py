@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 from app import cli
 from app.observe.store import FILE_NAME, Retention, TraceStore
 from app.server import create_app, listening
-from tests.fakes import ScriptedEngine, a_turn, fake_services
+from tests.fake_turns import a_turn
+from tests.fakes import ScriptedEngine, fake_services
 
 NUM_TURNS = 30
 SLOW = a_turn(NUM_TURNS)["stages_ms"] | {"tts": 966.0}

@@ -89,3 +89,20 @@ def test_windows_that_were_left_out() -> None:
         guard.hear(sound[start : start + 512], start)
         guard.is_echo()
     assert guard.is_echo()
+
+
+@pytest.mark.parametrize("gap_s", [0.032, 0.64, 60.0])
+def test_after_a_gap_it_begins_anew(gap_s: float) -> None:
+    """Nobody listens for echoes while nothing sounds; then the next answer is compared alone."""
+    guard = EchoGuard()
+    guard.play(babble(0, 1.0), SPEECH_RATE, 0)
+    share_of_echo(guard, babble(0, 1.0))
+    begin = SPEECH_RATE + int(gap_s * SPEECH_RATE) // 512 * 512
+    begin -= begin % 512
+    again = babble(3, 1.0)
+    guard.play(again, SPEECH_RATE, begin)
+    found = []
+    for at in range(0, again.size - 511, 512):
+        guard.hear(again[at : at + 512], begin + at)
+        found.append(guard.is_echo())
+    assert np.mean(found[8:]) > 0.85

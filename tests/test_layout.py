@@ -29,6 +29,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
         ("cli", "cli_*"),
         ("bench",),
+        ("call_client",),
+        ("phone_peers",),
         ("talk_client", "talk_log", "recording", "waterfall", "server_process", "trace_source"),
         ("server",),
         ("web",),
@@ -40,7 +42,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("config", "errors"),
     ),
     "llm_core": (
-        ("client", "worker", "process", "ipc"),
+        ("client", "worker", "process", "ipc", "model_jobs"),
+        ("compress",),
         ("engine",),
         ("request",),
         ("downgrade",),
@@ -60,7 +63,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("blocks",),
         ("sequence",),
         ("config",),
-        ("errors", "messages"),  # leaves
+        ("errors", "messages", "job_options"),  # leaves
     ),
 }
 
@@ -83,7 +86,7 @@ ONLY_IN = {
 
 # Modules that load the code of a command only when it is chosen, so that `parley --help` does not
 # wait for torch. Their imports obey the layers and the ban on cycles like all others.
-LAZY = {"app.cli", "app.cli_bench", "app.bench.llm", "app.bench.llama_cpp"}
+LAZY = {"app.cli", "app.cli_bench", "app.bench.llm", "app.bench.llama_cpp", "llm_core.model_jobs"}
 
 # Parts of a declared dependency that are distributed, and versioned, by it.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}

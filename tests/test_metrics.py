@@ -22,7 +22,9 @@ from app.observe.metrics import ERROR_CODES, Metrics
 from app.observe.trace import OUTCOMES
 from app.server import create_app, listening
 from llm_core import EngineDiedError, LlmError
-from tests.fakes import ScriptedEngine, a_turn, fake_services
+from tests.fake_turns import a_turn
+from tests.fakes import ScriptedEngine, fake_services
+from tests.server_env import download_dir
 
 OPERATIONS = Path(__file__).resolve().parent.parent / "docs" / "operations"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -143,7 +145,7 @@ async def test_the_endpoint_speaks_both_formats_and_knows_the_server(tmp_path: P
         assert value(found, "parley_llm_cache_lookup_tokens_total") == 20
         assert value(found, "parley_llm_cache_hit_tokens_total") == 8
         assert value(found, "parley_llm_preemptions_total") == 0
-        assert value(found, "parley_llm_kv_free_blocks") == 8
+        assert value(found, "parley_llm_kv_free_blocks") == 64
         assert value(found, "parley_turns_total", outcome="answered", origin="spoken") == 1
         assert value(found, "process_cpu_seconds_total") > 0
         open_metrics = await http.get(
@@ -217,9 +219,10 @@ async def test_the_alerts_and_the_dashboard_name_metrics_that_exist(tmp_path: Pa
 
 
 def test_promtool_accepts_the_alerts_the_queries_and_the_exposition(tmp_path: Path) -> None:
-    promtool = shutil.which("promtool")
+    # tests/install_system.sh puts it there when it is not installed
+    promtool = shutil.which("promtool") or shutil.which(download_dir() / "promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed (Debian: the package prometheus)")
+        pytest.skip("there is no promtool on this machine; tests/install_system.sh gets it")
     recorded = [{"record": f"q{n}", "expr": query} for n, query in enumerate(queries())]
     (tmp_path / "queries.yml").write_text(  # JSON is YAML
         json.dumps({"groups": [{"name": "dashboard", "rules": recorded}]})

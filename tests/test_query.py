@@ -20,7 +20,7 @@ from app.observe.query import (
 )
 from app.observe.store import Retention, TraceStore
 from app.observe.trace import OUTCOMES
-from tests.fakes import a_turn
+from tests.fake_turns import a_turn
 
 START_MS = 1_796_000_000_000
 

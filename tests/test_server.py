@@ -29,7 +29,8 @@ from app.conversation.session import Session
 from app.errors import ConfigError
 from app.server import _url, create_app, listening
 from tests.fake_realtime import FakeSession
-from tests.fakes import ScriptedEngine, a_turn, fake_services
+from tests.fake_turns import a_turn
+from tests.fakes import ScriptedEngine, fake_services
 from tests.openai_events import check_server_event
 
 

@@ -25,7 +25,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from app.config import load_settings
 from app.errors import ConfigError
 from app.observe.spans import TurnSpans, otlp_spans
-from tests.fakes import a_turn
+from tests.fake_turns import a_turn
 
 KNOWN_ATTRIBUTES = {
     value

@@ -18,7 +18,8 @@ from app.errors import ConfigError
 from app.observe import schema
 from app.observe.store import Retention, TraceStore
 from app.observe.writer import TraceWriter, without_words
-from tests.fakes import a_turn, recent
+from tests.fake_turns import a_turn
+from tests.fakes import recent
 
 FOREVER = Retention()
 
@@ -245,7 +246,8 @@ import sys
 from pathlib import Path
 from app.observe.store import Retention, TraceStore
 from app.observe.writer import TraceWriter
-from tests.fakes import a_turn, recent
+from tests.fake_turns import a_turn
+from tests.fakes import recent
 
 writer = TraceWriter(TraceStore(Path(sys.argv[1]), Retention()))
 writer.start()

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from app.server import create_app, listening
-from tests.fakes import ScriptedEngine, a_turn, fake_services
+from tests.fake_turns import a_turn
+from tests.fakes import ScriptedEngine, fake_services
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from llm_core.loading.hf_quant import IGNORED_PARTS, MatrixReader, QuantSettings
 from llm_core.loading.weights import TURNING, interleaved, weight_shapes
 from llm_core.quant.formats import Weight, take_rows
 
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -37,7 +37,7 @@ _LAYER_NAMES = {
     "down": "mlp.down_proj",
 }
 # Gemma has norms before and after both blocks, and calls the one between them otherwise.
-_POST_NORM_NAMES = {
+POST_NORM_NAMES = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
@@ -104,10 +104,10 @@ class _HfWeights(Mapping[str, Weight]):
         _, layer, part = name.split(".")
         prefix = f"{self._prefix}layers.{layer}."
         if part.endswith("_norm"):
-            names = _LAYER_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
+            names = LAYER_NAMES | (POST_NORM_NAMES if config.post_norms else {})
             return self._norm(f"{prefix}{names[part]}.weight", shape, turns=part in TURNING)
         if part.endswith("_bias"):
-            base = prefix + _LAYER_NAMES[part.removesuffix("_bias")]
+            base = prefix + LAYER_NAMES[part.removesuffix("_bias")]
             return self._rows(self._matrices.plain(f"{base}.bias", shape), part, 0, shape[0])
         read, first = self._matrix(prefix, part, (shape[0], shape[1]))
         return self._rows(read, part, first, shape[0])
@@ -123,7 +123,7 @@ class _HfWeights(Mapping[str, Weight]):
             whole = (2 * config.intermediate_size, config.hidden_size)
             first = 0 if part == "gate" else config.intermediate_size
             return self._matrices.matrix(f"{prefix}mlp.gate_up_proj", whole), first
-        return self._matrices.matrix(prefix + _LAYER_NAMES[part], shape), 0
+        return self._matrices.matrix(prefix + LAYER_NAMES[part], shape), 0
 
     def _rows(self, read: Reader, part: str, first: int, num_rows: int) -> Reader:
         """Rows [first, first + num_rows) of what ``read`` gives, in our order of turning pairs."""

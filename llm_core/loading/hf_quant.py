@@ -46,10 +46,13 @@ class QuantSettings:
                     break
         self.zeros_are_less_one = True
         self.bits: Bits = 4
+        self.group_size: int | None = None
         if method == "gptq":
             self.bits = self._bits(fields, "bits")
             fields.forbid_unless("checkpoint_format", "gptq", "gptq_v2")
             self.zeros_are_less_one = fields.text("checkpoint_format", "gptq") == "gptq"
+            if fields.get("group_size", -1) != -1:  # -1: a whole row
+                self.group_size = fields.integer("group_size")
         elif method == "awq":
             fields.forbid_unless("version", "gemm", "GEMM")
             for key in ("bits", "w_bit"):
@@ -147,7 +150,12 @@ class MatrixReader:
         num_out, num_in = shape
         bits = settings.bits
         codes, zeros, scales = (f"{base}.{part}" for part in ("qweight", "qzeros", "scales"))
-        num_groups = self._groups(scales, 0, num_in)
+        group = settings.group_size
+        if group is not None and num_in % group != 0:  # GPTQ's last group may be shorter
+            num_groups = -(-num_in // group)
+        else:
+            num_groups = self._groups(scales, 0, num_in)
+            group = num_in // num_groups
         self._check(scales, (num_groups, num_out), *_FLOATS)
         self._check(zeros, (num_groups, self._words(base, num_out, bits)), torch.int32)
         if settings.method == "awq":
@@ -161,6 +169,7 @@ class MatrixReader:
             read(scales),
             read_index(),
             bits=bits,
+            group=group,
             zeros_are_less_one=settings.zeros_are_less_one,
         )
 

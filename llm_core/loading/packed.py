@@ -7,6 +7,8 @@ N the output dimension, G the number of groups along K.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from llm_core.quant.codes import Bits, GroupedCodes
@@ -30,20 +32,22 @@ def from_gptq(
     group_index: torch.Tensor | None,
     *,
     bits: Bits,
+    group: int,
     zeros_are_less_one: bool,
 ) -> GroupedCodes | torch.Tensor:
     """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N].
 
     ``group_index`` int32 [K] says each input's group when they are not in order (act-order); such a
-    matrix has no grouped form and comes as float32 [N, K]. ``zeros_are_less_one``: the first
-    version of the format stores zero points less one (modulo 2^bits).
+    matrix has no grouped form and comes as float32 [N, K]. ``group`` inputs share a scale, the last
+    ones perhaps fewer. ``zeros_are_less_one``: the first version of the format stores zero points
+    less one (modulo 2^bits).
     Frantar et al. 2023; layout of AutoGPTQ.
     """
     codes = unpack(qweight, bits).permute(1, 0, 2).flatten(1)  # [N, K]
     zeros = unpack(qzeros, bits).flatten(1).T  # [N, G]
     if zeros_are_less_one:
         zeros = zeros + 1 & (1 << bits) - 1
-    return _grouped(codes, scales.T, zeros, group_index, bits)
+    return _grouped(codes, scales.T, zeros, group_index, bits, group)
 
 
 def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> GroupedCodes:
@@ -53,7 +57,8 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) 
     """
     inverse = torch.tensor(_AWQ_ORDER).argsort()
     codes, zeros = (unpack(words, 4)[..., inverse].flatten(1).T for words in (qweight, qzeros))
-    grouped = _grouped(codes, scales.T, zeros, None, 4)
+    group = codes.shape[1] // scales.shape[0]
+    grouped = _grouped(codes, scales.T, zeros, None, 4, group)
     assert isinstance(grouped, GroupedCodes), "groups in order stay groups"
     return grouped
 
@@ -75,7 +80,8 @@ def from_compressed(
         zeros = torch.full(scale.shape, 1 << bits - 1, dtype=torch.uint8)
     else:
         zeros = unpack(zero_point.T, bits).flatten(1)[:, : scale.shape[0]].T
-    return _grouped(codes, scale, zeros, group_index, bits)
+    group = num_in // scale.shape[1]
+    return _grouped(codes, scale, zeros, group_index, bits, group)
 
 
 def from_int8(
@@ -93,18 +99,23 @@ def _grouped(
     zeros: torch.Tensor,
     group_index: torch.Tensor | None,
     bits: Bits,
+    group: int,
 ) -> GroupedCodes | torch.Tensor:
     """value = (code - zero) * scale; codes uint8 [N, K], scale and zeros (0..2^bits) [N, G]."""
-    num_in, num_groups = codes.shape[1], scale.shape[1]
+    num_in = codes.shape[1]
     scale = scale.float().contiguous()
-    in_order = torch.arange(num_in) // (num_in // num_groups)
+    in_order = torch.arange(num_in) // group
     if group_index is not None and not torch.equal(group_index.long(), in_order):
         index = group_index.long()
         values = codes.float().sub_(zeros.float().index_select(1, index))
         return values.mul_(scale.index_select(1, index))
+    if num_in % group != 0:  # exact in smaller groups, of which all are whole
+        small = math.gcd(num_in, group)
+        index = torch.arange(0, num_in, small) // group
+        scale, zeros, group = scale[:, index], zeros[:, index], small
     zero = -zeros.float() * scale
     codes = codes.contiguous()
     if bits == 8:
         codes = (codes ^ 0x80).view(torch.int8)  # 0..255 -> -128..127
         zero += 128 * scale
-    return GroupedCodes(codes, scale, zero, bits, num_in // num_groups)
+    return GroupedCodes(codes, scale, zero, bits, group)

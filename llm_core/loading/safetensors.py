@@ -20,7 +20,7 @@ import torch
 from llm_core.errors import ModelLoadError
 from llm_core.loading.mapped import MappedFile
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -124,9 +124,9 @@ class SafetensorsFile:
         if not isinstance(fields, dict):
             raise self._error(f"tensor {name} is not described by a JSON object")
         dtype = fields.get("dtype")
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._error(
-                f"tensor {name} has dtype {dtype!r:.40}, supported are {', '.join(_DTYPES)}"
+                f"tensor {name} has dtype {dtype!r:.40}, supported are {', '.join(DTYPES)}"
             )
         shape, offsets = fields.get("shape"), fields.get("data_offsets")
         if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
@@ -140,13 +140,13 @@ class SafetensorsFile:
             raise self._error(
                 f"truncated: tensor {name} ends at byte {end}, the file at {len(self._file)}"
             )
-        num_bytes = math.prod(shape) * _DTYPES[dtype].itemsize
+        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
         if end - start != num_bytes:
             raise self._error(
                 f"tensor {name} has {end - start} bytes, expected {num_bytes} for {dtype} of "
                 f"shape {shape}"
             )
-        return TensorEntry(_DTYPES[dtype], tuple(shape), start, end)
+        return TensorEntry(DTYPES[dtype], tuple(shape), start, end)
 
     def _error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path.name}: {message}")

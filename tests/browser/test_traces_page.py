@@ -19,7 +19,8 @@ from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter
 from app.server import create_app, listening
 from tests.browser.conftest import PHONE, OpenPage
-from tests.fakes import ScriptedEngine, a_turn, fake_services
+from tests.fake_turns import a_turn
+from tests.fakes import ScriptedEngine, fake_services
 
 pytestmark = pytest.mark.browser
 

@@ -1,0 +1,1 @@
+"""Work on whole models that nobody waits for: measuring, quantising, pruning, distilling."""

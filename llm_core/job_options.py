@@ -1,0 +1,152 @@
+"""What may be asked of ``model_jobs``, and what comes back. Options raise InvalidRequestError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from llm_core.errors import InvalidRequestError
+
+QuantizeMethod = Literal["gptq", "awq", "rtn", "int8", "fp8"]
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, how much there is)"""
+
+MAX_WINDOW_LEN = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerplexityOptions:
+    """``weight_format`` as in ``quant.linear``: "float32" measures the weights alone, "auto" what
+    the engine would run. At most ``max_tokens`` tokens are read, in windows of ``window_len``."""
+
+    model_path: Path
+    text: str
+    window_len: int = 512
+    max_tokens: int = 1 << 16
+    weight_format: str = "float32"
+    num_threads: int = 2
+
+    def __post_init__(self) -> None:
+        _check_range("window_len", self.window_len, 2, MAX_WINDOW_LEN)
+        _check_range("max_tokens", self.max_tokens, self.window_len, 1 << 30)
+        _check_range("num_threads", self.num_threads, 1, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityReport:
+    """``num_tokens`` were predicted; ``weight_format`` is what ran."""
+
+    perplexity: float
+    num_tokens: int
+    weight_format: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions:
+    """``text`` is for calibration (None: the model writes its own), ``eval_text`` for measuring
+    (None: an eighth of the calibration windows, which is then not calibrated with).
+
+    ``bits``, ``group`` and ``is_symmetric`` are of gptq, awq and rtn; a group of -1 is a whole row.
+    """
+
+    model_path: Path
+    out_dir: Path
+    method: QuantizeMethod
+    bits: int = 4
+    group: int = 128
+    act_order: bool = True
+    is_symmetric: bool = False
+    text: str | None = None
+    eval_text: str | None = None
+    num_windows: int = 64
+    window_len: int = 256
+    num_threads: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in QuantizeMethod.__args__:  # type: ignore[attr-defined]
+            known = ", ".join(QuantizeMethod.__args__)  # type: ignore[attr-defined]
+            raise InvalidRequestError(f"method is {self.method!r}, expected one of {known}")
+        if self.bits not in (4, 8) or (self.bits == 8 and self.method == "awq"):
+            allowed = "4" if self.method == "awq" else "4 or 8"
+            raise InvalidRequestError(f"bits is {self.bits}, expected {allowed}")
+        if self.method == "awq" and self.is_symmetric:
+            raise InvalidRequestError("AWQ files have zero points: they cannot be symmetric")
+        if self.group != -1 and not (8 <= self.group <= 1 << 16 and self.group % 8 == 0):
+            raise InvalidRequestError(
+                f"group is {self.group}, expected -1 (a whole row) or a multiple of 8"
+            )
+        _check_range("num_windows", self.num_windows, 2, 1 << 16)
+        _check_range("window_len", self.window_len, 8, MAX_WINDOW_LEN)
+        _check_range("num_threads", self.num_threads, 1, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """Perplexities are of float32 arithmetic on the source's weights and on the written ones."""
+
+    perplexity_before: float
+    perplexity_after: float
+    num_eval_tokens: int
+    source_note: str
+    size_bytes: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions:
+    """A student of ``num_layers`` of the teacher's layers, trained for ``num_steps`` batches of
+    ``batch_size`` windows; ``text`` None: the teacher writes the text."""
+
+    model_path: Path
+    out_dir: Path
+    num_layers: int
+    num_steps: int = 100
+    batch_size: int = 4
+    learning_rate: float = 5e-4
+    text: str | None = None
+    num_windows: int = 128
+    window_len: int = 128
+    num_threads: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range("num_layers", self.num_layers, 1, 1 << 16)
+        _check_range("num_steps", self.num_steps, 1, 1 << 24)
+        _check_range("batch_size", self.batch_size, 1, 1 << 12)
+        _check_range("num_windows", self.num_windows, 2, 1 << 20)
+        _check_range("window_len", self.window_len, 8, MAX_WINDOW_LEN)
+        _check_range("num_threads", self.num_threads, 1, 1024)
+        if not 0 < self.learning_rate < 1:
+            raise InvalidRequestError(
+                f"learning_rate is {self.learning_rate}, expected between 0 and 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of a student with its teacher on held-out text: the divergence KL(teacher || student) in nats
+    a token, how often both find the same token likeliest, and the student's perplexity."""
+
+    divergence: float
+    same_best_token: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class DistillReport:
+    """``before`` is the pruned student untrained; ``kept_layers`` are the teacher's."""
+
+    before: Agreement
+    after: Agreement
+    teacher_perplexity: float
+    kept_layers: tuple[int, ...]
+    size_bytes: int
+    wall_s: float
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} is {value}, expected {low} to {high}")

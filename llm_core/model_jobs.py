@@ -1,0 +1,38 @@
+"""Work on whole models, for whoever starts it and waits: perplexity, quantising, distilling.
+
+Everything runs in the calling process and thread. The functions load torch when they are called.
+All raise LlmError: ModelLoadError for files, InvalidRequestError for what cannot be done.
+"""
+
+from __future__ import annotations
+
+from llm_core.job_options import (
+    DistillOptions,
+    DistillReport,
+    PerplexityOptions,
+    PerplexityReport,
+    Progress,
+    QuantizeOptions,
+    QuantizeReport,
+)
+
+
+def measure_perplexity(options: PerplexityOptions, progress: Progress) -> PerplexityReport:
+    """Reads the text through the model."""
+    from llm_core.compress.measure import measure
+
+    return measure(options, progress)
+
+
+def quantize_model(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
+    """Writes a quantised copy of a model as a Hugging Face directory and measures both."""
+    from llm_core.compress.quantize import quantize
+
+    return quantize(options, progress)
+
+
+def distill_model(options: DistillOptions, progress: Progress) -> DistillReport:
+    """Prunes, trains and writes a smaller copy of a model as a Hugging Face directory."""
+    from llm_core.compress.distill import distill
+
+    return distill(options, progress)
