@@ -16,11 +16,11 @@ from app.observe.store import TraceStore
 from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter
 from app.server import create_app, listening
+from tests.fake_turns import a_turn
 from tests.fakes import (
     ManualClock,
     PacedEngine,
     ScriptedEngine,
-    a_turn,
     fake_services,
     recent,
     voice,
