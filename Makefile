@@ -49,7 +49,7 @@ format: $(STAMP)-check ## let ruff rewrite the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-system: ## the Debian packages that tests need (a browser), where they can be installed
+system: ## the Debian packages that tests need (a browser, a compiler...), where they can be installed
 	@sh tests/install_system.sh
 
 clean: ## remove .venv, caches and build output; models and data in PARLEY_HOME stay

@@ -8,7 +8,7 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 
@@ -53,6 +53,10 @@ class Grant:
     has_key: bool = True
     session: dict[str, Any] = field(default_factory=dict)
 
+    def limited_as(self, peer: str) -> str:
+        """Whose limits count: the key's; where none is asked for, the address's."""
+        return self.owner if self.has_key else f"address {peer}"
+
 
 _ANYONE = Grant("anyone", has_key=False)
 
@@ -94,7 +98,7 @@ class Gatekeeper:
         A page of another site can make its own name point to this server (DNS rebinding); the
         browser then takes us for a part of that site, and only the Host header tells.
         """
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        host = _split(f"//{headers.get('host', '')}").hostname or ""
         if self._any_host or host in self._hosts or host.endswith(".localhost"):
             return
         if not _is_address(host):
@@ -131,7 +135,7 @@ class Gatekeeper:
         if normal in self._origins:
             return
         # TLS may end at a proxy, so the schemes may differ; the host may not.
-        host = urlsplit(normal).netloc
+        host = _split(normal).netloc
         if host and host == headers.get("host", "").lower():
             return
         raise OriginError(f"Pages of {origin[:200]!r} may not connect to this server.")
@@ -145,6 +149,14 @@ def _keys_in(headers: Headers, subprotocols: Iterable[str]) -> list[str]:
         for name in subprotocols
         if name.startswith(_KEY_SUBPROTOCOL)
     ]
+
+
+def _split(url: str) -> SplitResult:
+    """Empty for what is no URL, such as an open bracket: it equals no name of ours."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
 
 
 def _is_address(host: str) -> bool:

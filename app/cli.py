@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from app import __version__
 from app.cli_bench import bench_app
 from app.cli_models import HomeOption, configured_models, fetch_models, models_app
 from app.cli_quantize import distill, quantize
+from app.cli_traces import traces_app
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
 
@@ -29,6 +31,18 @@ MAX_SEED = 2**64 - 1
 MAX_THREADS = 256
 # "You are Parley" makes a small model speak French: the name must not come first.
 DEFAULT_SYSTEM = "You are a helpful AI assistant named Parley."
+
+
+class Provider(StrEnum):
+    """Phone providers whose protocols ``parley call`` speaks."""
+
+    twilio = "twilio"
+    telnyx = "telnyx"
+    plivo = "plivo"
+    exotel = "exotel"
+    vonage = "vonage"
+    audiosocket = "audiosocket"
+
 
 cli = typer.Typer(
     name="parley",
@@ -41,6 +55,7 @@ cli = typer.Typer(
 )
 cli.add_typer(models_app, name="models")
 cli.add_typer(bench_app, name="bench")
+cli.add_typer(traces_app, name="traces")
 cli.command()(quantize)
 cli.command()(distill)
 
@@ -165,6 +180,95 @@ def talk(
         home=home,
     )
     if not run_talk(options):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@cli.command()
+def call(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Recording of a caller: WAV, FLAC, .ulaw or .alaw.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
+    ],
+    provider: Annotated[
+        Provider, typer.Option(help="Whose protocol to speak; audiosocket is Asterisk's.")
+    ] = Provider.twilio,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A running server, http(s):// or ws(s)://. Without it one is started."),
+    ] = None,
+    audiosocket_port: Annotated[
+        int | None,
+        typer.Option(help="With --url and audiosocket: its PARLEY_AUDIOSOCKET_PORT.", min=1),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key for the server.", envvar="PARLEY_API_KEY", show_envvar=True),
+    ] = None,
+    keys: Annotated[str, typer.Option(help="Keys to press when the greeting is over.")] = "",
+    loss: Annotated[
+        float, typer.Option(help="Share of the caller's frames that are lost.", min=0, max=0.9)
+    ] = 0.0,
+    late: Annotated[
+        float, typer.Option(help="Frames are late by up to so many ms.", min=0, max=5000)
+    ] = 0.0,
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="Some frames overtake others.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Where to write the reply. [dim]default: NAME.reply.wav; nothing with --json[/]",
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write both sides as one stereo file, caller left.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            help="Give up when the server is silent for so many seconds after the recording.",
+            min=0.5,
+            max=3600,
+        ),
+    ] = 15.0,
+    home: HomeOption = None,
+) -> None:
+    """Phone Parley as a provider would, say a recording, and show what it heard, said, and took."""
+    from app.cli_call import CallOptions, run_call
+    from app.cli_talk import TalkOptions
+
+    wrong = [key for key in keys if key not in "0123456789*#ABCD"]
+    if wrong:
+        raise typer.BadParameter(f"--keys: {wrong[0]!r} is not on a phone")
+    talk_options = TalkOptions(
+        files=[file],
+        url=url,
+        api_key=api_key,
+        out=out,
+        record=record,
+        as_json=as_json,
+        timeout_s=timeout,
+        home=home,
+    )
+    options = CallOptions(
+        provider.value,
+        keys=keys,
+        loss=loss,
+        late_ms=late,
+        is_shuffled=shuffle,
+        audiosocket_port=audiosocket_port,
+    )
+    if not run_call(talk_options, options):
         raise typer.Exit(EXIT_FAILED)
 
 

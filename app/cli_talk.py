@@ -6,11 +6,11 @@ import asyncio
 import json
 import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -28,7 +28,6 @@ from app.talk_client import (
     INVALID_KEY,
     CallerAudio,
     NoSpeechError,
-    TalkClient,
     TalkError,
     TalkResult,
     is_valid_key,
@@ -62,11 +61,11 @@ def run_talk(options: TalkOptions) -> bool:
     """
     if options.api_key is not None and not is_valid_key(options.api_key):
         raise ConfigError(f"--api-key or PARLEY_API_KEY: {INVALID_KEY}")
-    _check_places(options)
+    check_places(options)
     return asyncio.run(_talk(options))
 
 
-def _check_places(options: TalkOptions) -> None:
+def check_places(options: TalkOptions) -> None:
     """All results have a place that can be written, before anybody speaks. Raises ConfigError."""
     for name, place in (("--out", options.out), ("--record", options.record)):
         if place is None:
@@ -129,6 +128,18 @@ async def _talk(options: TalkOptions) -> bool:
         return await Talk(options, stack).run()
 
 
+class Speaker(Protocol):
+    """One conversation; see ``TalkClient.speak``."""
+
+    async def speak(
+        self,
+        audio: CallerAudio,
+        *,
+        timeout_s: float,
+        on_tick: Callable[[float, TalkLog], None],
+    ) -> TalkResult: ...
+
+
 class Talk:
     """One run of the command. The server and the conversation are opened when first needed."""
 
@@ -140,7 +151,7 @@ class Talk:
         self._vad = VadModel()
         self._server: OwnServer | None = None
         self._address: tuple[str, str | None] | None = None
-        self._client: TalkClient | None = None
+        self._client: Speaker | None = None
         self._show = Console(highlight=False)
         self._notes = Console(stderr=True, highlight=False)
 
@@ -183,11 +194,14 @@ class Talk:
                 raise TalkError(self._server.death_notice()) from error
             raise
 
-    async def _call(self) -> TalkClient:
+    async def _call(self) -> Speaker:
         if self._client is None:
             url, api_key = await self._find_server()
-            self._client = await self._calls.enter_async_context(open_talk(url, api_key=api_key))
+            self._client = await self._calls.enter_async_context(self._open(url, api_key))
         return self._client
+
+    def _open(self, url: str, api_key: str | None) -> AbstractAsyncContextManager[Speaker]:
+        return open_talk(url, api_key=api_key)
 
     async def _hang_up(self) -> None:
         self._client = None
@@ -214,9 +228,13 @@ class Talk:
                 status.update(Text.assemble(title, ("  " + line[-60:], "dim")))
 
             self._server = await self._stack.enter_async_context(
-                own_server(home=self._options.home, on_log=on_log)
+                own_server(home=self._options.home, on_log=on_log, settings=self._own_settings())
             )
         return self._server.url
+
+    def _own_settings(self) -> dict[str, str]:
+        """Environment variables of a server of our own."""
+        return {}
 
     @contextmanager
     def _progress(self, audio: CallerAudio) -> Iterator[_OnTick]:
@@ -236,9 +254,9 @@ class Talk:
     def _report(self, result: TalkResult) -> None:
         written = self._write(result)
         if self._options.as_json:
-            self._show.print(json.dumps(_rounded(result.to_dict())), soft_wrap=True, markup=False)
+            self._show.print(json.dumps(rounded(result.to_dict())), soft_wrap=True, markup=False)
         else:
-            self._show.print(_render(result, written))
+            self._show.print(render(result, written))
 
     def _write(self, result: TalkResult) -> list[tuple[str, Path]]:
         """Writes what was asked for; titles and paths of it. Raises OSError."""
@@ -293,16 +311,16 @@ class _OnTick:
         return "listening"
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """The same JSON value with three decimals: what is beyond is noise."""
     if isinstance(value, float):
         return round(value, 3)
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
-def _render(result: TalkResult, written: list[tuple[str, Path]]) -> Group:
+def render(result: TalkResult, written: list[tuple[str, Path]]) -> Group:
     """A person's view of a result."""
     title = Text.assemble(
         (result.audio.path.name, "bold"),

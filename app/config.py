@@ -40,6 +40,43 @@ Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[Name, ...], NoDecode, BeforeValidator(_split)]
 
 
+# What a plain turn takes on two cores with the embedded models (docs/benchmarks.md), and some air.
+DEFAULT_STAGES_MS = {
+    "endpoint": 600.0,
+    "asr": 50.0,
+    "queue": 20.0,
+    "prefill": 50.0,
+    "decode": 60.0,
+    "tts": 200.0,
+    "send": 20.0,
+}
+
+
+def _stages(value: object) -> object:
+    """``asr=150,tts=200``, or a JSON object; stages that are not named keep their defaults."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {name.strip(): ms.strip() for name, _, ms in pairs}
+    elif isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError("expected stage=milliseconds pairs with commas between them")
+    if unknown := set(value) - set(DEFAULT_STAGES_MS):
+        raise ValueError(
+            f"there is no stage {sorted(unknown)[0]!r}; there are {', '.join(DEFAULT_STAGES_MS)}"
+        )
+    return {**DEFAULT_STAGES_MS, **value}
+
+
+Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
+StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
+Policies = Annotated[
+    tuple[Literal["short_first_clause", "filler", "shorter_answer", "partial_context"], ...],
+    NoDecode,
+    BeforeValidator(_split),
+]
+
+
 class Settings(BaseSettings):
     """All settings of one server. Frozen: nothing changes after start."""
 
@@ -76,6 +113,19 @@ class Settings(BaseSettings):
     llm_threads: int = Field(default=1, ge=1, le=256)
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)
+    llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(
+        default="deadline", description="who is served first; by deadline suits callers"
+    )
+    llm_kv_dtype: Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(_lower)] = (
+        Field(default="float32", description="how keys and values are kept: exact, half, a quarter")
+    )
+    llm_max_step_ms: int = Field(
+        default=150, ge=10, le=10_000, description="how long reading a prompt may hold up answers"
+    )
+    llm_standby: bool = Field(
+        default=True,
+        description="keep a second engine process, without a model, for when the first one dies",
+    )
     asr_threads: int = Field(default=1, ge=1, le=64)
     tts_threads: int = Field(default=1, ge=1, le=64)
     speech_workers: int = Field(default=2, ge=1, le=64, description="threads for ASR and TTS jobs")
@@ -107,7 +157,7 @@ class Settings(BaseSettings):
     vad_prefix_padding_ms: int = Field(default=300, ge=0, le=5000)
     vad_silence_ms: int = Field(default=500, ge=100, le=10_000)
     eager_silence_ms: int = Field(
-        default=64, ge=30, le=10_000, description="silence after which a transcript is tried"
+        default=32, ge=30, le=10_000, description="silence after which a transcript is tried"
     )
     eager_reply: bool = Field(
         default=True, description="begin the answer before the end of the turn is certain"
@@ -155,7 +205,78 @@ class Settings(BaseSettings):
     resume_window_s: float = Field(
         default=20.0, ge=0.0, le=600.0, description="how long a lost WebRTC call waits to go on"
     )
-    trace_ring: int = Field(default=1000, ge=1, description="turn traces kept in memory")
+    turn_timeout_s: float = Field(
+        default=30.0,
+        ge=1.0,
+        le=600.0,
+        description="an answer not begun by then has failed",
+    )
+
+    budget_ms: int = Field(
+        default=1000, ge=50, le=60_000, description="end of the voice to the first audible sample"
+    )
+    budget_stages_ms: StagesMs = Field(
+        default=DEFAULT_STAGES_MS, description="asr=150,tts=200: of it, for each stage"
+    )
+    budget_policies: Policies = Field(
+        default=("short_first_clause",),
+        description="what is done when a turn is late: short_first_clause, filler, shorter_answer, "
+        "partial_context",
+    )
+    budget_filler: Annotated[str, StringConstraints(max_length=100)] = Field(
+        default="Let me see.", description="what the policy filler says"
+    )
+
+    trace_db: bool = Field(
+        default=True, description="keep the traces of turns in HOME/traces.db; else in memory"
+    )
+    trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
+    trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
+    phone_twilio_auth_token: str = Field(
+        default="", repr=False, description="of your Twilio account: its signatures are checked"
+    )
+    phone_public_url: str | None = Field(
+        default=None,
+        description="https://HOST under which phone providers reach this server, behind a proxy",
+    )
+    phone_token: str = Field(
+        default="", repr=False, description="what other providers' streams have to bring along"
+    )
+    phone_greeting: str = Field(
+        default="Hello, this is Parley.", description="said when a call begins; empty: nothing"
+    )
+    phone_lead_ms: int = Field(
+        default=200, ge=20, le=5000, description="audio sent to a provider ahead of its playout"
+    )
+    phone_max_calls_per_account: int = Field(
+        default=8, ge=1, description="calls at once from one account of a provider"
+    )
+    phone_hang_up_tool: bool = Field(
+        default=False, description="let the model end phone calls; small models misuse it"
+    )
+    audiosocket_host: str = Field(
+        default="127.0.0.1", description="AudioSocket knows no keys: only for Asterisk to reach"
+    )
+    audiosocket_port: int | None = Field(
+        default=None, ge=0, le=65535, description="of Asterisk's AudioSocket (TCP); unset: none"
+    )
+    trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
+    record: bool = Field(
+        default=False,
+        description="keep the sound of both sides in HOME/recordings; your callers must know",
+    )
+    record_max_mb: float = Field(default=1024.0, ge=1.0, description="the oldest go beyond")
+    metrics: Annotated[Literal["key", "open", "off"], BeforeValidator(_lower)] = Field(
+        default="key", description="/metrics: behind the API key, open to all, or not there"
+    )
+    otel_endpoint: str | None = Field(
+        default=None, description="OTLP/HTTP traces URL, as in http://collector:4318/v1/traces"
+    )
+    otel_service_name: Name = "parley"
+    store_transcripts: bool = Field(
+        default=False,
+        description="keep what was said with the traces; else only how many characters it had",
+    )
 
 
 def load_settings(**overrides: object) -> Settings:

@@ -44,20 +44,25 @@ class Connections:
         """The server is about to end."""
         return self._is_closing
 
-    @property
-    def refusal(self) -> str | None:
-        """Why no further connection is taken at the moment."""
-        if self._is_closing:
-            return "The server is shutting down."
-        if len(self) >= self.max_connections:
-            return f"All {self.max_connections} sessions of this server are in use; try again soon."
-        return None
-
     def check(self) -> None:
         """Raise UnavailableError when no further connection is taken."""
-        if refusal := self.refusal:
-            code = "server_shutting_down" if self._is_closing else "overloaded"
-            raise UnavailableError(refusal, code=code, retry_after_s=_RETRY_AFTER_S)
+        self.check_open()
+        if len(self) >= self.max_connections:
+            raise UnavailableError(
+                f"All {self.max_connections} sessions of this server are in use; try again soon.",
+                code="overloaded",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def check_open(self) -> None:
+        """Raise UnavailableError when the server is about to end; for requests that are no
+        connections."""
+        if self._is_closing:
+            raise UnavailableError(
+                "The server is shutting down.",
+                code="server_shutting_down",
+                retry_after_s=_RETRY_AFTER_S,
+            )
 
     @contextmanager
     def entered(

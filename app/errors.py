@@ -75,3 +75,9 @@ class GenerationError(ServiceError):
     """The LLM core failed or refused."""
 
     code = "generation_failed"
+
+
+class TurnTimeoutError(ServiceError):
+    """An answer that did not begin in time."""
+
+    code = "timed_out"

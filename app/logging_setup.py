@@ -99,7 +99,8 @@ def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
     """Send all logs to ``stream`` (standard error), replacing earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
     formatter = _JsonFormatter if settings.log_format == "json" else _Formatter
-    handler.setFormatter(formatter(settings.api_keys))
+    secrets = (*settings.api_keys, settings.phone_token, settings.phone_twilio_auth_token)
+    handler.setFormatter(formatter(secrets))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -115,3 +116,11 @@ def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
 def speech_field(settings: Settings, name: str, text: str) -> dict[str, object]:
     """``extra`` for spoken words: the words if the settings allow it, else their length."""
     return {name: text} if settings.log_transcripts else {f"{name}_chars": len(text)}
+
+
+def turn_fields(settings: Settings, traced: dict[str, Any]) -> dict[str, Any]:
+    """What the log says of a finished turn; ``traced`` is its trace."""
+    fields = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
+    for name in ("transcript", "reply"):
+        fields |= speech_field(settings, name, traced[name])
+    return fields

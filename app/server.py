@@ -19,11 +19,14 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from app.api.phone import audiosocket
 from app.config import Settings
 from app.connections import Connections
+from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.errors import ConfigError, ModelStoreError
@@ -31,13 +34,17 @@ from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.metrics import Metrics
+from app.observe.spans import otlp_spans
+from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.turn_audio import AudioFiles
+from app.observe.writer import TraceWriter, TurnSink
 from app.web import WEB_ROOT, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
 from audio.tts import Synthesizer
 from audio.vad import VadModel
-from llm_core import ChatMessage, EngineClient, EngineConfig, LlmError
+from llm_core import ChatMessage, EngineClient, EngineConfig, InvalidRequestError, LlmError
 
 __all__ = ["WEB_ROOT", "build_services", "create_app", "listening", "serve"]
 
@@ -46,7 +53,6 @@ logger = logging.getLogger(__name__)
 # A peer that vanished, or never reads, holds its socket no longer than this (TCP_USER_TIMEOUT).
 _DEAD_PEER_MS = 30_000
 _GRACE_S = 5
-_SUPERVISION_S, _MAX_SUPERVISION_S = 0.5, 30.0
 
 
 @asynccontextmanager
@@ -67,20 +73,18 @@ async def build_services(
         try:
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, progress, workers)
-                engine = loading.create_task(_load_engine(settings, paths, stack))
+                engine = loading.create_task(_load_engine(settings, tools, paths, stack))
                 recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
                 synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
+        metrics = Metrics()
+        traces = _open_traces(settings, metrics, stack)
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
-        supervising = asyncio.create_task(
-            _supervise(engine.result(), settings), name="engine supervisor"
-        )
-        stack.callback(supervising.cancel)
         recognition = Recognition(recognizer.result(), workers)
         services = Services(
             engine=engine.result(),
@@ -89,9 +93,11 @@ async def build_services(
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,
-            traces=TraceStore(settings.trace_ring),
+            traces=traces,
+            metrics=metrics,
             loop_lag=loop_lag,
             settings=settings,
+            filler=await _make_filler(settings, synthesizer.result(), workers),
             tools=tools,
         )
         await warm_up(services)
@@ -115,41 +121,70 @@ class _Paths:
         return await loop.run_in_executor(self._workers, self._store.fetch, *arguments)
 
 
-async def _load_engine(settings: Settings, paths: _Paths, stack: AsyncExitStack) -> EngineClient:
+async def _load_engine(
+    settings: Settings, tools: ToolBox, paths: _Paths, stack: AsyncExitStack
+) -> EngineClient:
     config = EngineConfig(
         model_path=str(await paths.of(settings.llm_model)),
         num_threads=settings.llm_threads,
         max_sequences=settings.llm_max_sequences,
         max_context=settings.llm_max_context,
+        kv_dtype=settings.llm_kv_dtype,
+        policy=settings.llm_policy,
+        max_step_ms=settings.llm_max_step_ms,
+        standby=settings.llm_standby,
         native_cache_dir=str(settings.home / "native"),
     )
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)
-    await _read_instructions(engine, settings)
+    await _keep_instructions(engine, settings.instructions, tools)
     return engine
 
 
-async def _read_instructions(engine: EngineClient, settings: Settings) -> None:
-    """Callers find the instructions read, and no first caller pays for first-time work."""
-    await engine.prefill(
-        [ChatMessage("system", settings.instructions), ChatMessage("user", "Hello.")]
+async def _keep_instructions(engine: EngineClient, instructions: str, tools: ToolBox) -> None:
+    """Callers find the instructions read, however many others the cache has seen, also when the
+    engine has been replaced; and no first caller pays for first-time work."""
+    specs = tools.specs(SessionConfig(instructions))
+    if not instructions and not specs:
+        return
+    try:
+        await engine.pin([ChatMessage("system", instructions, tools=specs)])
+    except InvalidRequestError as error:
+        # Templates may begin with what the user says; and very long ones are not worth the room.
+        logger.warning("the instructions are not kept in the cache for good: %s", error)
+
+
+def _open_traces(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> TraceWriter:
+    sinks: list[TurnSink] = [metrics.observe]
+    if settings.otel_endpoint:
+        spans = otlp_spans(settings)
+        stack.push_async_callback(asyncio.to_thread, spans.close)
+        sinks.append(spans)
+    if settings.trace_db:
+        retention = Retention(
+            max_age_s=settings.trace_max_days * 86_400,
+            max_bytes=int(settings.trace_max_mb * 1024 * 1024),
+        )
+        store = TraceStore(settings.home / FILE_NAME, retention)
+    else:
+        store = TraceStore.in_memory(settings.trace_ring)
+    stack.callback(store.close)
+    recordings = None
+    if settings.record:
+        recordings = AudioFiles(
+            settings.home / "recordings",
+            max_age_s=settings.trace_max_days * 86_400,
+            max_bytes=int(settings.record_max_mb * 1024 * 1024),
+        )
+    traces = TraceWriter(
+        store,
+        store_transcripts=settings.store_transcripts,
+        recordings=recordings,
+        sinks=sinks,
     )
-
-
-async def _supervise(engine: EngineClient, settings: Settings) -> None:
-    """Bring a dead engine back at once, not when the next caller has asked and waits."""
-    wait_s = _SUPERVISION_S
-    while True:
-        await asyncio.sleep(wait_s)
-        if engine.is_alive:
-            wait_s = _SUPERVISION_S
-            continue
-        try:
-            await engine.restart()
-            await _read_instructions(engine, settings)
-        except (LlmError, OSError) as error:
-            wait_s = min(2 * wait_s, _MAX_SUPERVISION_S)
-            logger.error("the engine cannot be restarted: %s", error, extra={"again_in_s": wait_s})
+    traces.start()
+    stack.push_async_callback(asyncio.to_thread, traces.close)
+    return traces
 
 
 async def _load_recognizer(
@@ -176,6 +211,15 @@ async def _load_synthesizer(
         return synthesizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+async def _make_filler(
+    settings: Settings, synthesizer: Synthesizer, workers: ThreadPoolExecutor
+) -> Filler | None:
+    if "filler" not in settings.budget_policies or not settings.budget_filler:
+        return None
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(workers, Filler, settings.budget_filler, synthesizer)
 
 
 def _loading_error(errors: ExceptionGroup) -> Exception:
@@ -353,6 +397,7 @@ async def _run(settings: Settings, progress: ProgressSink | None, hurry: asyncio
         async with build_services(settings, progress) as services:
             app = create_app(settings, services)
             app.state.connections.hurry = hurry
-            async with listening(app, settings, listener) as url:
+            phones = audiosocket(app.state.phone, settings)
+            async with phones, listening(app, settings, listener) as url:
                 print(f"Parley is listening on {url}", flush=True)
                 await asyncio.Event().wait()  # cancelled by `_serve`

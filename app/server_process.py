@@ -52,9 +52,14 @@ class OwnServer:
 
 @asynccontextmanager
 async def own_server(
-    *, home: Path | None, on_log: Callable[[str], None] = lambda line: None
+    *,
+    home: Path | None,
+    on_log: Callable[[str], None] = lambda line: None,
+    settings: dict[str, str] | None = None,
 ) -> AsyncIterator[OwnServer]:
     """A server on a free port of this machine, stopped at the end of the block.
+
+    ``settings``: environment variables beside ours.
 
     Raises ServerStartError when it does not come up.
     """
@@ -66,7 +71,7 @@ async def own_server(
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=_environment(),
+        env=_environment() | (settings or {}),
         limit=MAX_LINE_BYTES,
         # Ctrl-C is for this command, which then stops the server in good order.
         start_new_session=True,

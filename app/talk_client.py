@@ -270,7 +270,7 @@ class TalkClient:
                 on_tick(self._now() / RATE, log)
         finally:
             self._log = None
-        _raise_unless_finished(verdict, log, audio, timeout_s)
+        raise_unless_finished(verdict, log, audio, timeout_s)
         turns = [turn for turn in log.turns if turn.response_id]
         gaps = [log.gap_ms(turn, audio.voiced.last_before) for turn in turns]
         return TalkResult(audio, turns, recording, log.errors, gaps, log.silenced_at)
@@ -399,9 +399,10 @@ def _tls_error(url: str, error: ssl.SSLError | ConnectionResetError) -> ConnectE
     return ConnectError(f"no secure connection to {url}: {error.reason or error}")
 
 
-def _raise_unless_finished(
+def raise_unless_finished(
     verdict: Verdict, log: TalkLog, audio: CallerAudio, timeout_s: float
 ) -> None:
+    """Raises NoSpeechError or NoReplyError for a ``verdict`` that says so."""
     name = audio.path.name
     because = f" The server said: {'; '.join(log.errors)}" if log.errors else ""
     if verdict is Verdict.NO_SPEECH:

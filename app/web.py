@@ -18,12 +18,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
-from app.api.calls import add_calls
+from app.api.calls import Surroundings, add_calls
 from app.api.calls_registry import CallsRegistry
 from app.api.chat import chat_router
 from app.api.client_secrets import client_secrets_router
 from app.api.http_errors import error_response
+from app.api.metrics import metrics_router
 from app.api.models import models_router
+from app.api.phone import PhoneDesk, add_phone
 from app.api.realtime import MakeSession, RealtimeConnection
 from app.api.realtime_names import OWN_NAME
 from app.api.realtime_wire import Wire, error_event
@@ -97,18 +99,27 @@ def create_app(
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
+    app.include_router(metrics_router(services))
+    _add_gauges(app, services)
     app.include_router(client_secrets_router(settings, services.tools.names))
     app.include_router(models_router(services.engine))
     app.include_router(chat_router(services.engine))
     _add_realtime(app, services, make_session)
+    state = app.state
     add_calls(
         app,
+        Surroundings(services, make_session, state.connections, state.calls, state.rate_limits),
+        state.gatekeeper,
+    )
+    app.state.phone = PhoneDesk(
         services,
         app.state.connections,
         app.state.gatekeeper,
         app.state.calls,
+        app.state.rate_limits,
         make_session,
     )
+    add_phone(app, app.state.phone, settings)
     app.mount("/", _Pages(directory=web_root, html=True))
     return app
 
@@ -133,6 +144,19 @@ def _add_health(app: FastAPI, services: Services) -> None:
         )
 
 
+def _add_gauges(app: FastAPI, services: Services) -> None:
+    connections: Connections = app.state.connections
+    gauge, traces = services.metrics.gauge, services.traces
+    gauge("active_calls", "Callers connected now.", lambda: len(connections))
+    gauge("max_calls", "Callers there may be.", lambda: connections.max_connections)
+    gauge("traces_dropped", "Traces lost since the start.", lambda: traces.num_dropped)
+    gauge(
+        "event_loop_lag_p99_seconds",
+        "How late the event loop was, p99 of the last minute.",
+        lambda: (services.loop_lag.percentile_ms(99) or 0.0) / 1000,
+    )
+
+
 def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -> None:
     connections: Connections = app.state.connections
     gatekeeper: Gatekeeper = app.state.gatekeeper
@@ -155,7 +179,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
                 return
             # Refused with an event and a close code: browsers hide the status of a failed upgrade.
             peer = websocket.client.host if websocket.client else "?"
-            owner = limited_as(grant, peer)
+            owner = grant.limited_as(peer)
             try:
                 connections.check()
                 limits.check_session(owner)
@@ -177,11 +201,6 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
             )
             with connections.entered(channel, lambda: connection.is_busy):
                 await connection.run()
-
-
-def limited_as(grant: Grant, peer: str) -> str:
-    """Whose limits count: the key's; where none is asked for, the address's."""
-    return grant.owner if grant.has_key else f"address {peer}"
 
 
 def _unsupported_query(websocket: WebSocket) -> Wire | None:

@@ -74,8 +74,12 @@ class EchoGuard:
         return bool(self._played)
 
     def hear(self, window: Samples, position: int) -> None:
-        """Take float32 [512] heard from ``position`` on; every window, in order."""
+        """Take float32 [512] heard from ``position`` on, in order. Windows may be left out."""
         hop = position // _HOP
+        if self._heard and self._heard[-1][0] != hop - 1:
+            # Nobody listened for a while: what was heard before has no place beside this.
+            self._heard.clear()
+            self._last = np.zeros(_HOP, np.float32)
         for offset in (0, 1):
             half = window[offset * _HOP : (offset + 1) * _HOP]
             self._heard.append((hop + offset, _bands(np.concatenate((self._last, half)))))

@@ -132,7 +132,8 @@ class PlayoutTimeline:
     def position(self, num_chars: int) -> int:
         """The sample at which the first ``num_chars`` characters have been said.
 
-        The end of the word that holds the last of them; 0 for none, ``total_samples`` for all.
+        The end of the word that holds the last of them; 0 for none, ``total_samples`` for all. What
+        has no sound is said with the first sample of what follows.
         """
         if num_chars <= 0:
             return 0
@@ -142,7 +143,8 @@ class PlayoutTimeline:
                 segment.word_ends, segment.word_end_samples, strict=True
             ):
                 if local <= char_end:
-                    return sample_end
+                    is_said = self.num_heard_chars(sample_end) >= num_chars
+                    return sample_end if is_said else min(sample_end + 1, self._num_samples)
         return self._num_samples
 
     def position_of(self, text: str) -> int:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,11 @@ _TARGET_RMS = 0.085  # -21 dBFS while there is voice
 _MIN_GAIN, _MAX_GAIN = 0.5, 3.0
 _PEAK = 0.95
 
+# Short clauses come again and again ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
+_MAX_KEPT = 128
+_MAX_KEPT_CHARS = 24
+_OPENINGS = ("Sure,", "Yes,", "No,", "Okay,", "Of course,", "Hello!", "Hi!", "I'm sorry,", "Sorry,")
+
 _LETTER_RUN = re.compile(r"\b[A-Z](?: [A-Z])+(?:'s)?\b")
 _LETTER_A = re.compile(r"(?<=[\w,] )A\b(?!['.])")
 
@@ -85,10 +92,17 @@ class Synthesizer:
         self._noise_scale = noise_scale
         self._noise_w_scale = noise_w_scale
         self.sample_rate: int = self._voice.config.sample_rate
+        self._said: OrderedDict[tuple[str, float], Samples] = OrderedDict()
+        self._said_lock = threading.Lock()
 
     def warm_up(self) -> None:
-        """Runs the network and espeak-ng once, so that the first caller does not wait for them."""
+        """Runs the network and espeak-ng once, so that the first caller does not wait for them.
+
+        What many answers begin with is spoken now, and then costs nothing.
+        """
         self.synthesize("Hello there, this is a first sentence.")
+        for opening in _OPENINGS:
+            self.synthesize(opening)
 
     def synthesize(self, text: str, *, speed: float = 1.0) -> Samples:
         """Speech for ``text`` (English, as it is displayed), float32[n] at ``sample_rate``.
@@ -100,6 +114,20 @@ class Synthesizer:
         """
         if not MIN_SPEED <= speed <= MAX_SPEED:  # also refuses NaN
             raise AudioError(f"speed is {speed}; it must be from {MIN_SPEED} to {MAX_SPEED}")
+        key = (text.strip(), speed)
+        with self._said_lock:
+            if (known := self._said.get(key)) is not None:
+                self._said.move_to_end(key)
+                return known.copy()
+        samples = self._synthesize(text, speed)
+        if len(key[0]) <= _MAX_KEPT_CHARS:
+            with self._said_lock:
+                self._said[key] = samples.copy()
+                if len(self._said) > _MAX_KEPT:
+                    self._said.popitem(last=False)
+        return samples
+
+    def _synthesize(self, text: str, speed: float) -> Samples:
         spoken = normalize(text)
         if not spoken:
             return np.zeros(0, np.float32)

@@ -99,6 +99,8 @@ WAITS["auto"] = WAITS["medium"]
 # A turn model that is asked has seen much more speech than the weights below.
 _MODEL_SHARE = 0.7
 _MIN_LOGPROB = -6.0
+# Words and melody alone are wrong too often to be believed as easily.
+_SURE_WITHOUT_MODEL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,10 @@ def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
     completeness = judge(evidence.text)
     if completeness is Completeness.NOTHING:
         return waits.nothing
-    share = (score(evidence) - waits.unsure_score) / (waits.sure_score - waits.unsure_score)
+    sure_score = waits.sure_score
+    if evidence.end_logprob is None and evidence.model_probability is None:
+        sure_score = max(sure_score, _SURE_WITHOUT_MODEL)
+    share = (score(evidence) - waits.unsure_score) / (sure_score - waits.unsure_score)
     wait_ms = round(waits.unsure + min(max(share, 0.0), 1.0) * (waits.sure - waits.unsure))
     if completeness is Completeness.TRAILING:
         return max(wait_ms, waits.trailing)

@@ -3,7 +3,7 @@
 This root is all that other packages import. It loads no torch: only the engine process does.
 """
 
-from llm_core.client import EngineClient
+from llm_core.client import EngineClient, Reply
 from llm_core.errors import (
     EngineBusyError,
     EngineDiedError,
@@ -28,6 +28,7 @@ from llm_core.messages import (
     Alternative,
     ChatMessage,
     ChoiceGuide,
+    Downgrade,
     EngineConfig,
     EngineStats,
     FinishReason,
@@ -37,6 +38,7 @@ from llm_core.messages import (
     Guide,
     JsonGuide,
     ModelInfo,
+    OptionFields,
     PrefillResult,
     RegexGuide,
     RequestOptions,
@@ -66,6 +68,7 @@ __all__ = [
     "ChoiceGuide",
     "DistillOptions",
     "DistillReport",
+    "Downgrade",
     "EngineBusyError",
     "EngineClient",
     "EngineConfig",
@@ -83,6 +86,7 @@ __all__ = [
     "ModelLoadError",
     "PerplexityOptions",
     "PerplexityReport",
+    "OptionFields",
     "PrefillResult",
     "Progress",
     "PromptTooLongError",
@@ -90,6 +94,7 @@ __all__ = [
     "QuantizeOptions",
     "QuantizeReport",
     "RegexGuide",
+    "Reply",
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",

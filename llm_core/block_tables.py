@@ -66,6 +66,12 @@ class BlockTables:
         self.cache.counts.hit_tokens += sequence.computed_len
         return copies
 
+    def uncached_len(self, sequence: TokenSequence) -> int:
+        """Rows that a sequence would have to compute if it were admitted now."""
+        match = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1, sequence.salt)
+        cached_len = len(match.full) * self.pool.block_size + match.tail_len
+        return len(sequence.token_ids) - cached_len
+
     def prepare(self, sequence: TokenSequence, end: int) -> list[BlockCopy] | None:
         """Makes positions [computed, ``end``) of ``sequence`` writable. Returns the copies to make
         first, in order; None, and nothing changes, when too few blocks are available."""

@@ -26,7 +26,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 from llm_core import ipc
 from llm_core.errors import EngineDiedError, LlmError, ModelLoadError
@@ -37,7 +37,7 @@ from llm_core.messages import (
     GenerationDone,
     GenerationEvent,
     ModelInfo,
-    Overflow,
+    OptionFields,
     PrefillResult,
     RequestOptions,
     SamplingParams,
@@ -125,17 +125,11 @@ class Draft(_Handle):
         stream = self._process.open(ipc.ForkDraft(request_id, self._request_id))
         return Draft(self._process, request_id, stream)
 
-    def commit(
-        self,
-        params: SamplingParams,
-        *,
-        deadline_ns: int | None = None,
-        priority: int = 0,
-        timeout_ms: int | None = None,
-    ) -> Reply:
-        """The draft is final: the reply to it. Closing either of them ends it."""
-        options = RequestOptions(deadline_ns=deadline_ns, priority=priority, timeout_ms=timeout_ms)
-        self._process.send(ipc.CommitDraft(self._request_id, params, options))
+    def commit(self, params: SamplingParams, **options: Unpack[OptionFields]) -> Reply:
+        """The draft is final: the reply to it. Closing either of them ends it. Of the options,
+        salt, overflow and downgrades are those of the draft, or have no effect."""
+        command = ipc.CommitDraft(self._request_id, params, RequestOptions(**options))
+        self._process.send(command)
         return Reply(self._process, self._request_id, self._stream)
 
     def _change(self, command: ipc.UpdateDraft | ipc.TruncateDraft) -> None:
@@ -184,29 +178,16 @@ class EngineClient:
         self,
         messages: Sequence[ChatMessage],
         params: SamplingParams,
-        *,
-        deadline_ns: int | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout_ms: int | None = None,
-        overflow: Overflow = "refuse",
+        **options: Unpack[OptionFields],
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Streams a reply: FirstToken, TextDelta ..., GenerationDone.
 
         Closing the generator (break with aclose, or cancelling the task) aborts the request in the
-        engine at once. The options are those of ``RequestOptions``. Raises InvalidRequestError,
-        PromptTooLongError, EngineBusyError, RequestTimeoutError, EngineDiedError.
+        engine at once. ``options`` are the fields of ``RequestOptions``. Raises
+        InvalidRequestError, PromptTooLongError, EngineBusyError, RequestTimeoutError,
+        EngineDiedError.
         """
-        reply = await self.open_reply(
-            messages,
-            params,
-            deadline_ns=deadline_ns,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_ms=timeout_ms,
-            overflow=overflow,
-        )
-        async with reply:
+        async with await self.open_reply(messages, params, **options) as reply:
             async for event in reply:
                 yield event
 
@@ -214,59 +195,36 @@ class EngineClient:
         self,
         messages: Sequence[ChatMessage],
         params: SamplingParams,
-        *,
-        deadline_ns: int | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout_ms: int | None = None,
-        overflow: Overflow = "refuse",
+        **options: Unpack[OptionFields],
     ) -> Reply:
         """``generate`` with a handle. Must be closed."""
-        options = RequestOptions(
-            deadline_ns=deadline_ns,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_ms=timeout_ms,
-            overflow=overflow,
-        )
         process = await self._running_process()
         request_id = process.new_id()
-        stream = process.open(ipc.Generate(request_id, tuple(messages), params, options))
-        reply = Reply(process, request_id, stream)
+        command = ipc.Generate(request_id, tuple(messages), params, RequestOptions(**options))
+        reply = Reply(process, request_id, process.open(command))
         await _drain(process, reply)
         return reply
 
     async def open_draft(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        overflow: Overflow = "refuse",
+        self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
     ) -> Draft:
         """Begins to compute a prompt that may still change. Must be closed."""
-        options = RequestOptions(cache_salt=cache_salt, priority=priority, overflow=overflow)
         process = await self._running_process()
         request_id = process.new_id()
-        stream = process.open(ipc.OpenDraft(request_id, tuple(messages), options))
-        draft = Draft(process, request_id, stream)
+        command = ipc.OpenDraft(request_id, tuple(messages), RequestOptions(**options))
+        draft = Draft(process, request_id, process.open(command))
         await _drain(process, draft)
         return draft
 
     async def prefill(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-        overflow: Overflow = "refuse",
+        self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
     ) -> PrefillResult:
         """Computes the KV of a prompt (with the header of the reply), so that ``generate`` with it,
         or with one that begins alike, starts sooner. Cancelling aborts. Raises as ``generate``."""
-        options = RequestOptions(cache_salt=cache_salt, priority=priority, overflow=overflow)
         process = await self._running_process()
         request_id = process.new_id()
-        result = await process.ask(request_id, ipc.Prefill(request_id, tuple(messages), options))
+        command = ipc.Prefill(request_id, tuple(messages), RequestOptions(**options))
+        result = await process.ask(request_id, command)
         assert isinstance(result, PrefillResult), "prefill is answered by its result"
         return result
 

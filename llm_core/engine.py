@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
+from llm_core.downgrade import SHORT_ANSWER_TOKENS, Outlook, choose
 from llm_core.errors import InvalidRequestError, LlmError, RequestTimeoutError
 from llm_core.messages import (
     ChatMessage,
@@ -27,12 +29,16 @@ from llm_core.messages import (
 )
 from llm_core.model_files import open_model
 from llm_core.policy import make_policy
+from llm_core.prompt import Prompt
 from llm_core.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.runner import ModelRunner
 from llm_core.sampler import FloatRow
 from llm_core.scheduler import Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
+from llm_core.step_cost import StepCost
 from llm_core.tokenizer import Tokenizer
+
+_LEAST_CHUNK, _LARGEST_CHUNK = 16, 512  # rows of a prompt in one step
 
 Output = tuple[int, GenerationEvent | PrefillResult | LlmError]
 
@@ -49,8 +55,10 @@ class Engine:
         max_sequences: int = 8,
         max_waiting: int = 64,
         policy: PolicyName = "deadline",
+        max_step_ms: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``max_step_ms`` None: the row budgets of the scheduler stay as they are."""
         self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(
             BlockTables(runner.num_blocks, runner.block_size),
@@ -65,6 +73,9 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._pinned: list[TokenSequence] = []
         self._num_timeouts = 0
+        self._num_downgraded = 0
+        self._cost = StepCost()
+        self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
         self._limit_length()
 
     @classmethod
@@ -79,6 +90,7 @@ class Engine:
             max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
             policy=config.policy,
+            max_step_ms=config.max_step_ms,
         )
         engine._make.guides.prepare()
         return engine
@@ -101,13 +113,19 @@ class Engine:
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
         self._make.check(params)
-        prompt = self._make.prompt(
-            messages,
-            options.overflow,
-            self._make.reply_len(params),
-            continues_last=params.continue_last,
+        reply_len, continues = self._make.reply_len(params), params.continue_last
+        prompt, downgrades = choose(
+            options.downgrades,
+            Outlook(lambda p: self._first_token_ns(p, options), self._clock(), options.deadline_ns),
+            self._make.prompt(messages, options, reply_len, continues_last=continues),
+            lambda: self._make.last_turn(messages, reply_len, continues_last=continues),
         )
+        if "shorter_answer" in downgrades:
+            max_tokens = min(params.max_tokens, SHORT_ANSWER_TOKENS)
+            params = msgspec.structs.replace(params, max_tokens=max_tokens)
+        self._num_downgraded += bool(downgrades)
         request = self._make.request(request_id, prompt, options, received_ns=received_ns)
+        request.sequence.downgrades = downgrades
         request.generation = self._make.generation(
             request.sequence, params, received_ns=received_ns
         )
@@ -122,7 +140,7 @@ class Engine:
         options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Queues the computing of a prompt's KV. Raises as ``submit``."""
-        prompt = self._make.prompt(messages, options.overflow)
+        prompt = self._make.prompt(messages, options)
         self._add(self._make.request(request_id, prompt, options, received_ns=received_ns))
 
     def pin(
@@ -165,7 +183,7 @@ class Engine:
         options: RequestOptions = NO_OPTIONS,
     ) -> None:
         """Begins to compute a prompt that may still change. Raises as ``submit``."""
-        prompt = self._make.prompt(messages, options.overflow)
+        prompt = self._make.prompt(messages, options)
         self._add(
             self._make.request(request_id, prompt, options, received_ns=received_ns, is_open=True)
         )
@@ -177,7 +195,7 @@ class Engine:
         its result when nothing is left to compute. Raises as ``submit``; the draft is then over."""
         request = self._draft(request_id)
         try:
-            prompt = self._make.prompt(messages, request.overflow)
+            prompt = self._make.prompt(messages, request.options)
         except LlmError:
             self._end(request.sequence)
             raise
@@ -270,7 +288,18 @@ class Engine:
             total_evicted_blocks=counts.evicted_blocks,
             total_preempted=self.scheduler.num_preempted,
             total_timeouts=self._num_timeouts,
+            total_downgraded=self._num_downgraded,
         )
+
+    def _first_token_ns(self, prompt: Prompt, options: RequestOptions) -> int | None:
+        """When a prompt would have its first token if it were submitted now; None if unknown."""
+        now_ns = self._clock()
+        sequence = self._make.request(-1, prompt, options, received_ns=now_ns).sequence
+        ahead = self.scheduler.rows_ahead(sequence)
+        rows = ahead + self.scheduler.tables.uncached_len(sequence)
+        step_rows = min(rows, self.scheduler.mixed_budget)
+        step_ns = self._cost.duration_ns(step_rows + self.scheduler.num_running)
+        return None if step_ns is None else now_ns + step_ns * rows // step_rows
 
     @property
     def _num_pinned_blocks(self) -> int:
@@ -324,9 +353,22 @@ class Engine:
                 generation.scheduled_ns = self._clock()
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
+        start_ns = self._clock()
         for copy in plan.copies:
             self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
-        return self._runner.forward(_batch(plan))
+        logits = self._runner.forward(_batch(plan))
+        self._learn(plan.num_rows, self._clock() - start_ns)
+        return logits
+
+    def _learn(self, num_rows: int, duration_ns: int) -> None:
+        """A prompt's chunk is as long as its time allows; twice that when no stream waits."""
+        self._cost.observe(num_rows, duration_ns)
+        if self._max_step_ns is None:
+            return
+        rows, more = (self._cost.rows_within(n * self._max_step_ns) for n in (1, 2))
+        if rows is not None and more is not None:
+            self.scheduler.mixed_budget = min(max(rows, _LEAST_CHUNK), _LARGEST_CHUNK)
+            self.scheduler.prompt_budget = min(max(more, _LEAST_CHUNK), _LARGEST_CHUNK)
 
     def _postprocess(self, plan: StepPlan, logits: torch.Tensor) -> Iterator[Output]:
         # A model's vocabulary may be padded beyond the tokenizer's; those are no tokens.

@@ -137,6 +137,7 @@ class Generation:
             prompt_tokens=self._sequence.prompt_len,
             cached_tokens=self._sequence.cached_len,
             dropped_messages=self._sequence.num_dropped,
+            downgrades=self._sequence.downgrades,
         )
 
     def _done(self, reason: FinishReason) -> GenerationDone:

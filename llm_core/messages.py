@@ -6,7 +6,7 @@ Instants are ``time.monotonic_ns`` values; that clock is shared by all processes
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 
@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 KvDtype = Literal["float32", "bfloat16", "int8"]
 ModelBackend = Literal["auto", "native", "torch"]
 Overflow = Literal["refuse", "drop_oldest"]
+Downgrade = Literal["partial_context", "shorter_answer"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
 
 # How a model writes its calls of tools: see tool_calls.py.
@@ -129,7 +130,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``priority``: higher is served first; ``cache_salt``: only requests with the same one share
     cached prefixes; ``timeout_ms``: the request fails with RequestTimeoutError if it is not done
     after that; ``overflow``: what happens to a conversation longer than the context: it is refused,
-    or its oldest turns are left out (the answer says how many messages).
+    or its oldest turns are left out (the answer says how many messages) until about
+    ``retention_ratio`` of the room for a prompt is taken, so that the next turns have room too.
+    ``downgrades`` allows the engine, when the deadline is at risk, to answer from the last turn
+    alone, or shortly; FirstToken says which it did.
     """
 
     deadline_ns: int | None = None
@@ -137,6 +141,20 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeout_ms: int | None = None
     overflow: Overflow = "refuse"
+    retention_ratio: float = 0.75
+    downgrades: tuple[Downgrade, ...] = ()
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of ``RequestOptions``, as keyword arguments."""
+
+    deadline_ns: int | None
+    priority: int
+    cache_salt: str
+    timeout_ms: int | None
+    overflow: Overflow
+    retention_ratio: float
+    downgrades: tuple[Downgrade, ...]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +174,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag="first_token"):
     prompt_tokens: int
     cached_tokens: int
     dropped_messages: int = 0
+    downgrades: tuple[Downgrade, ...] = ()
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -232,6 +251,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_evicted_blocks: int = 0
     total_preempted: int = 0
     total_timeouts: int = 0
+    total_downgraded: int = 0
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,11 +269,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_sequences`` requests run at once, each of ``max_context`` tokens at most (None: the
     model's own limit); ``max_waiting`` more may wait. ``kv_cache_tokens`` is the size of the KV
     pool that they and the prefix cache share (None: 2,048 for each of ``max_sequences``, or one
-    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``backend``
-    "native" is compiled C, "torch" torch's operations, "auto" the faster one that can run here;
-    ``native_cache_dir`` is where the compiled library is kept (None: the user's cache directory).
-    ``standby`` keeps a second process that has loaded its code (some 200 MB) and needs only the
-    model when the first one dies. Raises ValueError for impossible numbers.
+    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``policy`` says
+    who is served first. ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting;
+    the number of rows that this allows is learnt from the steps. ``standby`` keeps a second
+    process that has loaded its code (some 200 MB) and needs only the model when the first one
+    dies. ``backend`` "native" is compiled C, "torch" torch's operations, "auto" the faster one that
+    can run here; ``native_cache_dir`` is where the compiled library is kept (None: the user's cache
+    directory). Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -264,12 +286,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     kv_dtype: KvDtype = "float32"
     policy: PolicyName = "deadline"
+    max_step_ms: int = 150
     standby: bool = False
     backend: ModelBackend = "auto"
     native_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "max_sequences", "max_waiting"):
+        for name in ("num_threads", "max_sequences", "max_waiting", "max_step_ms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_context is not None and self.max_context < 2:

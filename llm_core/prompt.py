@@ -20,7 +20,6 @@ from llm_core.tokenizer import Tokenizer
 # A token of a BPE vocabulary is rarely longer; a text above this many bytes a token of context is
 # refused before time is spent on encoding it.
 _MAX_BYTES_PER_TOKEN = 64
-_DROP_STEP = 4  # turns are left out in steps of a quarter of what fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,17 @@ class PromptBuilder:
         *,
         reply_len: int,
         overflow: Overflow = "refuse",
+        retention_ratio: float = 0.75,
         continues_last: bool = False,
     ) -> Prompt:
         """A prompt that leaves room for ``reply_len`` tokens. It ends with the header of the reply,
-        or, with ``continues_last``, within the last message.
+        or, with ``continues_last``, within the last message. See ``RequestOptions`` for the others.
 
         Raises InvalidRequestError, and PromptTooLongError: when refused, or when the system prompt
         and the last turn alone are too long.
         """
         if overflow == "drop_oldest" and messages:
-            return self._shortened(messages, reply_len, continues_last)
+            return self._shortened(messages, reply_len, retention_ratio, continues_last)
         self._check_bytes(messages)
         token_ids = self.encode(messages, continues_last)
         self._check_length(len(token_ids), reply_len)
@@ -77,7 +77,11 @@ class PromptBuilder:
         return one[: common_prefix_len(one, other)]
 
     def _shortened(
-        self, messages: Sequence[ChatMessage], reply_len: int, continues_last: bool
+        self,
+        messages: Sequence[ChatMessage],
+        reply_len: int,
+        retention_ratio: float,
+        continues_last: bool,
     ) -> Prompt:
         num_system = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
         system, turns = list(messages[:num_system]), list(messages[num_system:])
@@ -92,7 +96,9 @@ class PromptBuilder:
         token_ids = self._encode_few([*system, *turns[starts[0] :]], continues_last)
         first = starts[0]
         if len(token_ids) > limit:
-            first += self._excess_messages(turns[first:], len(token_ids), limit, len(system))
+            step = max(1, round(limit * (1 - retention_ratio)))
+            excess = -(-(len(token_ids) - limit) // step) * step
+            first += self._excess_messages(turns[first:], len(token_ids), excess, len(system))
         for start in starts:
             if start < first and start != starts[-1]:
                 continue
@@ -104,14 +110,12 @@ class PromptBuilder:
         raise AssertionError("a prompt that fits was returned")
 
     def _excess_messages(
-        self, turns: list[ChatMessage], total_len: int, limit: int, num_system: int
+        self, turns: list[ChatMessage], total_len: int, excess: int, num_system: int
     ) -> int:
-        """How many of the oldest to leave out: at least a whole number of steps of tokens."""
+        """How many of the oldest to leave out, for at least ``excess`` tokens."""
         lengths = [len(self._tokenizer.encode(message.content)) for message in turns]
         # What the template puts around a message, about; the outcome is checked exactly.
         frame_len = max(0, total_len - sum(lengths)) // (len(turns) + num_system + 1)
-        step = max(1, limit // _DROP_STEP)
-        excess = -(-(total_len - limit) // step) * step
         index = 0
         while excess > 0 and index < len(turns):
             excess -= lengths[index] + frame_len

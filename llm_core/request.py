@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llm_core.chat_template import ChatTemplate
-from llm_core.errors import PromptTooLongError
+from llm_core.downgrade import last_turn
+from llm_core.errors import InvalidRequestError, PromptTooLongError
 from llm_core.generation import Generation
 from llm_core.guided import GuideCompiler
 from llm_core.messages import (
     ChatMessage,
-    Overflow,
     PrefillResult,
     RequestOptions,
     SamplingParams,
@@ -30,7 +30,7 @@ class Request:
     drafts, whose ``revision`` counts how often their text was replaced."""
 
     sequence: TokenSequence
-    overflow: Overflow
+    options: RequestOptions
     expires_ns: int | None = None
     generation: Generation | None = None
     revision: int = 0
@@ -59,7 +59,7 @@ class Request:
             deadline_ns=source.deadline_ns,
         )
         sequence.num_dropped = source.num_dropped
-        return Request(sequence, self.overflow)
+        return Request(sequence, self.options)
 
     def commit(self, options: RequestOptions, *, received_ns: int) -> None:
         """A draft becomes a generation: from now on it is timed, and counts what it found."""
@@ -96,17 +96,33 @@ class RequestMaker:
     def prompt(
         self,
         messages: Sequence[ChatMessage],
-        overflow: Overflow,
+        options: RequestOptions,
         reply_len: int = 1,
         *,
         continues_last: bool = False,
     ) -> Prompt:
         """A prompt that leaves room for a reply. Raises InvalidRequestError, PromptTooLongError."""
+        if not 0 < options.retention_ratio <= 1:
+            raise InvalidRequestError(
+                f"retention_ratio: must be above 0 and at most 1, got {options.retention_ratio}"
+            )
         prompt = self._prompts.build(
-            messages, reply_len=reply_len, overflow=overflow, continues_last=continues_last
+            messages,
+            reply_len=reply_len,
+            overflow=options.overflow,
+            retention_ratio=options.retention_ratio,
+            continues_last=continues_last,
         )
         self.check_fits(len(prompt.token_ids), 1)
         return prompt
+
+    def last_turn(
+        self, messages: Sequence[ChatMessage], reply_len: int, *, continues_last: bool
+    ) -> Prompt:
+        """A prompt of the system prompt and the last turn alone. Raises as ``prompt``."""
+        kept, num_dropped = last_turn(messages)
+        prompt = self._prompts.build(kept, reply_len=reply_len, continues_last=continues_last)
+        return Prompt(prompt.token_ids, num_dropped)
 
     def shared_prefix(self, messages: Sequence[ChatMessage]) -> Prompt:
         """What conversations that begin with ``messages`` share. Raises InvalidRequestError."""
@@ -136,7 +152,7 @@ class RequestMaker:
         )
         sequence.num_dropped = prompt.num_dropped
         expires_ns = None if is_open else _expires_ns(received_ns, options)
-        return Request(sequence, options.overflow, expires_ns)
+        return Request(sequence, options, expires_ns)
 
     def generation(
         self, sequence: TokenSequence, params: SamplingParams, *, received_ns: int

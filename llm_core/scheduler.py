@@ -143,6 +143,12 @@ class Scheduler:
             if sequence.is_open:
                 self._settle(sequence)
 
+    def rows_ahead(self, sequence: TokenSequence) -> int:
+        """Rows of prompts that are served before a sequence that is not here yet."""
+        rank = self._policy.rank(sequence)
+        prompts = [s for s in self._running if not _is_stream(s)] + self._waiting
+        return sum(s.remaining_len for s in prompts if self._policy.rank(s) < rank)
+
     def check(self) -> None:
         """Asserts the invariants; true between any two calls."""
         everyone = [*self._waiting, *self._running, *self._parked]

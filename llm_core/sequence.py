@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llm_core.messages import Downgrade
+
 
 class TokenSequence:
     """Owns token ids, block table and counts; the scheduler moves it about, its owner appends.
@@ -23,7 +25,8 @@ class TokenSequence:
     ``is_open``: a draft; it stays when all is computed, until it is ended, and its tokens may
     change. ``is_pinned``: its blocks are never taken from it. ``deadline_ns`` (monotonic) is the
     instant at which its next token is needed; None: soon, but nobody counts. ``num_dropped``:
-    messages that were left out of the prompt because they did not fit.
+    messages that were left out of the prompt because they did not fit; ``downgrades``: what was
+    given up to be in time.
     """
 
     __slots__ = (
@@ -33,6 +36,7 @@ class TokenSequence:
         "cached_len",
         "computed_len",
         "deadline_ns",
+        "downgrades",
         "generates",
         "is_open",
         "is_pinned",
@@ -77,6 +81,7 @@ class TokenSequence:
         self.computed_len = 0
         self.num_steps = 0
         self.num_dropped = 0
+        self.downgrades: tuple[Downgrade, ...] = ()
         self.block_ids: list[int] = []
         self.block_keys: list[bytes] = []
 

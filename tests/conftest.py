@@ -11,10 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from tests.server_env import BRIEF, missing
+from tests.no_skips import is_ci, pytest_make_collect_report, pytest_runtest_makereport
+from tests.server_env import BRIEF
+
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# No limits of time, which a busy machine exceeds; and in CI every run tries the same examples.
+settings.register_profile(
+    "parley", deadline=None, derandomize=is_ci(), suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("parley")
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +32,7 @@ def shared_data() -> Path:
     """The recordings and texts beside the project."""
     data = ROOT.parent / "shared" / "data"
     if not (data / "MANIFEST.tsv").is_file():
-        missing("the recordings in ../shared/data are not on this machine")
+        pytest.skip("the recordings in ../shared/data are not on this machine")
     return data
 
 
@@ -34,7 +44,7 @@ def _model(name: str) -> Path:
     try:
         return ModelStore(load_settings().home).resolve(name)
     except ModelStoreError as error:
-        missing(f"{name} is not installed ({error}); `parley models fetch` gets it")
+        pytest.skip(f"{name} is not installed ({error}); `parley models fetch` gets it")
 
 
 @pytest.fixture(scope="session")

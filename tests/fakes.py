@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,16 +21,23 @@ from app.conversation.recognition import Recognition
 from app.conversation.services import Services
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.metrics import Metrics
+from app.observe.query import TraceFilter, TraceQuery
+from app.observe.store import TraceStore, Turn
+from app.observe.turn_audio import TurnAudio
+from app.observe.writer import TraceWriter
 from audio.asr import Transcript
 from llm_core import (
     Alternative,
     ChatMessage,
+    EngineStats,
     FirstToken,
     GenerationDone,
     GenerationEvent,
     ModelInfo,
+    OptionFields,
     PrefillResult,
+    PromptTooLongError,
     SamplingParams,
     TextDelta,
     TokenLogprob,
@@ -136,6 +146,29 @@ class ToneSynthesizer:
         return np.full(1_000 * len(text.strip()), 0.5, np.float32)
 
 
+class ScriptedReply:
+    """Same interface as the engine client's ``Reply``. Keeps all deadlines, the first one too."""
+
+    def __init__(
+        self, events: AsyncGenerator[GenerationEvent, None], options: OptionFields
+    ) -> None:
+        self.options = options
+        self.deadlines_ns = [options.get("deadline_ns")]
+        self._events = events
+
+    async def __aenter__(self) -> ScriptedReply:
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        await self._events.aclose()
+
+    def __aiter__(self) -> AsyncGenerator[GenerationEvent, None]:
+        return self._events
+
+    def set_deadline(self, deadline_ns: int | None) -> None:
+        self.deadlines_ns.append(deadline_ns)
+
+
 class ScriptedEngine:
     """Answers word by word, the n-th request with the n-th reply, further ones with the last.
 
@@ -162,6 +195,8 @@ class ScriptedEngine:
         self.requests: list[list[ChatMessage]] = []
         self.prefills: list[list[ChatMessage]] = []
         self.params: list[SamplingParams] = []
+        self.options: list[OptionFields] = []
+        self.replies_opened: list[ScriptedReply] = []
         self.num_running = 0
         self.error: Exception | None = None
         self.end_logprob = -0.2
@@ -170,13 +205,36 @@ class ScriptedEngine:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def prefill(self, messages: Sequence[ChatMessage]) -> PrefillResult:
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=0,
+            num_drafts=0,
+            num_blocks=64,
+            num_free_blocks=64 - 8 * self.num_running,
+            num_pinned_blocks=0,
+            cached_tokens=0,
+            total_prompt_tokens=20,
+            total_hit_tokens=8,
+        )
+
+    async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
         self.prefills.append(list(messages))
         return PrefillResult(prompt_tokens=10, cached_tokens=0)
 
+    async def open_reply(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
+    ) -> ScriptedReply:
+        """``generate`` with a handle, which is kept."""
+        reply = ScriptedReply(
+            self.generate(messages, params, **options), cast(OptionFields, options)
+        )
+        self.replies_opened.append(reply)
+        return reply
+
     async def generate(
-        self, messages: Sequence[ChatMessage], params: SamplingParams
-    ) -> AsyncIterator[GenerationEvent]:
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[GenerationEvent, None]:
         if params.continue_last:
             self.judged.append(messages[-1].content)
             top = (Alternative(b".", self.end_logprob),)
@@ -185,6 +243,7 @@ class ScriptedEngine:
             return
         self.requests.append(list(messages))
         self.params.append(params)
+        self.options.append(cast(OptionFields, options))
         number = len(self.requests)
         self.num_running += 1
         try:
@@ -212,6 +271,107 @@ class ScriptedEngine:
             self.num_running -= 1
 
 
+class ShortContextEngine(ScriptedEngine):
+    """Has room for ``max_chars`` characters; whoever allows it loses the oldest beyond that."""
+
+    def __init__(self, max_chars: int, *replies: str) -> None:
+        super().__init__(*replies)
+        self.max_chars = max_chars
+        self.dropped: list[int] = []
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        first = next(i for i, m in enumerate(messages) if m.role != "system")
+        kept = list(messages[first:])
+        excess = sum(len(m.content) for m in messages) - self.max_chars
+        if excess > 0:
+            if options.get("overflow") != "drop_oldest":
+                raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
+            excess += int(self.max_chars * (1 - options.get("retention_ratio", 0.75)))
+        while excess > 0 and len(kept) > 1:
+            excess -= len(kept.pop(0).content)
+        num_dropped = len(messages) - first - len(kept)
+        self.dropped.append(num_dropped)
+        fitting = [*messages[:first], *kept]
+        async with aclosing(super().generate(fitting, params, **options)) as events:
+            async for event in events:
+                if isinstance(event, FirstToken):
+                    event = msgspec.structs.replace(event, dropped_messages=num_dropped)
+                yield event
+
+
+class PacedEngine(ScriptedEngine):
+    """Takes its time, by the test's clock: waits in the queue, reads the prompt, then each word."""
+
+    def __init__(self, clock: ManualClock, *replies: str) -> None:
+        super().__init__(*replies)
+        self.clock = clock
+        self.queue_s, self.prefill_s, self.token_s = 0.002, 0.04, 0.01
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        received_ns = self.clock.now_ns()
+        await self.clock.sleep(self.queue_s)
+        scheduled_ns = self.clock.now_ns()
+        async with aclosing(super().generate(messages, params, **options)) as events:
+            async for event in events:
+                match event:
+                    case FirstToken():
+                        await self.clock.sleep(self.prefill_s)
+                        yield msgspec.structs.replace(
+                            event,
+                            received_ns=received_ns,
+                            scheduled_ns=scheduled_ns,
+                            first_token_ns=self.clock.now_ns(),
+                        )
+                    case TextDelta():
+                        await self.clock.sleep(self.token_s)
+                        yield event
+                    case GenerationDone():
+                        yield msgspec.structs.replace(event, finished_ns=self.clock.now_ns())
+
+
+class PacedExecutor(Executor):
+    """Speech work that takes as long, by the test's clock, as ``delays_s`` says for its kind.
+
+    A delay may be a function of the job.
+    """
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.delays_s: dict[str, float | Callable[[Any], float]] = {
+            "transcribe": 0.08,
+            "_synthesize": 0.05,
+            "_prosody": 0.0,
+        }
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future: Future[Any] = Future()
+        name = getattr(fn, "func", fn).__name__
+        task = asyncio.create_task(self._work(future, name, partial(fn, *args, **kwargs)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return future
+
+    async def _work(self, future: Future[Any], name: str, job: partial[Any]) -> None:
+        delay = self.delays_s[name]
+        await self.clock.sleep(delay(job) if callable(delay) else delay)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+    async def close(self) -> None:
+        """Nobody waits for what is left."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class Recorder:
     """A sink that keeps what it gets."""
 
@@ -228,17 +388,34 @@ class Recorder:
         return [type(e).__name__ for e in self.events]
 
 
+class InlineWriter(TraceWriter):
+    """Writes at once, on the calling thread."""
+
+    def add(self, turn: Turn, audio: TurnAudio | None = None) -> None:
+        self.write([turn])
+        if audio is not None and self.recordings is not None:
+            self.recordings.write(turn["turn_id"], audio.to_wav())
+        self.store.prune()
+
+
+def recent(store: TraceStore, limit: int) -> list[Turn]:
+    """The newest turns, newest first."""
+    return TraceQuery(store).page(TraceFilter(), limit).turns
+
+
 def fake_services(
     engine: ScriptedEngine,
     recognizer: ScriptedRecognizer | None = None,
     synthesizer: ToneSynthesizer | None = None,
     tools: ToolBox | None = None,
+    workers: Executor | None = None,
     **settings: Any,
 ) -> Services:
     """Services without a model in them. Scripted transcripts are those of whole turns."""
-    workers = InlineExecutor(1)
+    workers = workers or InlineExecutor(1)
     recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
     known = Settings.model_validate({"partial_transcripts": False, **settings})
+    metrics = Metrics()
     return Services(
         engine=cast(Any, engine),
         recognition=recognition,
@@ -246,7 +423,10 @@ def fake_services(
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
         workers=workers,
-        traces=TraceStore(100),
+        traces=InlineWriter(
+            TraceStore.in_memory(100), store_transcripts=True, sinks=[metrics.observe]
+        ),
+        metrics=metrics,
         loop_lag=LoopLag(),
         settings=known,
         tools=tools or ToolBox(),

@@ -12,6 +12,8 @@ from app.conversation.session_config import SessionConfig
 from llm_core import ChatMessage
 from tests.fakes import (
     ManualClock,
+    PacedEngine,
+    PacedExecutor,
     Recorder,
     ScriptedEngine,
     ScriptedRecognizer,
@@ -32,8 +34,11 @@ class Call:
         self.engine = engine
         self.recognizer = ScriptedRecognizer(*texts)
         self.synthesizer = ToneSynthesizer()
-        self.services = fake_services(engine, self.recognizer, self.synthesizer, tools, **settings)
-        self.clock = ManualClock()
+        self.clock = engine.clock if isinstance(engine, PacedEngine) else ManualClock()
+        self.paced = PacedExecutor(self.clock) if isinstance(engine, PacedEngine) else None
+        self.services = fake_services(
+            engine, self.recognizer, self.synthesizer, tools, self.paced, **settings
+        )
         self.out = Recorder()
         config = SessionConfig(**{"instructions": "Be brief.", "send_traces": True, **changes})
         self.session = Session(self.services, config, self.out, self.clock)
@@ -62,6 +67,8 @@ async def call(engine: ScriptedEngine, *texts: str, **changes: Any) -> AsyncIter
     finally:
         watch.cancel()
         await conversation.session.close()
+        if conversation.paced is not None:
+            await conversation.paced.close()
         await settle()
         assert asyncio.all_tasks() - before - {watch} == set(), "tasks are left over"
         assert engine.num_running == 0, "a generation is left over"

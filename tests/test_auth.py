@@ -68,7 +68,8 @@ def test_pages_of_the_server_itself_may_connect() -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "", "file://", "https://"]
+    "origin",
+    ["http://evil.example", "http://127.0.0.1:9999", "null", "", "file://", "https://", "http://["],
 )
 def test_other_pages_may_not(origin: str) -> None:
     with pytest.raises(OriginError):
@@ -148,6 +149,9 @@ def test_words_are_logged_only_on_request() -> None:
         ("192.168.1.20", {}, True),
         ("evil.example:8080", {}, False),
         ("", {}, False),
+        ("[", {}, False),
+        ("127.0.0.1]:80", {}, False),
+        ("[::1", {}, False),
         ("localhost.evil.example", {}, False),
         ("parley.example", {"allowed_hosts": "parley.example, other.example"}, True),
         ("PARLEY.example:443", {"allowed_hosts": '["parley.example"]'}, True),

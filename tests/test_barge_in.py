@@ -20,7 +20,7 @@ from app.conversation.session_config import TurnDetection
 from audio.backchannel import is_backchannel, is_repeated
 from audio.codecs import PCM16_24K, decode
 from llm_core import ChatMessage
-from tests.fakes import ScriptedEngine, silence, voice
+from tests.fakes import ScriptedEngine, recent, silence, voice
 from tests.session_call import Call, call
 
 SEMANTIC = TurnDetection(kind="semantic_vad")
@@ -91,7 +91,7 @@ async def test_mhm_does_not_stop_the_answer_and_loses_no_sample() -> None:
         ]
         assert len(c.out.of(InputCommitted)) == 1, "mhm is no turn"
         assert len(c.out.of(SpeechStarted)) == len(c.out.of(SpeechStopped)) == 2
-        turn = c.services.traces.recent(1)[0]
+        turn = recent(c.services.traces.store, 1)[0]
         assert turn["facts"]["holds"] == 1
         # What the player threw away was sent again: less than the lead, and never less than that.
         whole = 1_000 * sum(len(t.strip()) for t in c.synthesizer.spoken)

@@ -351,3 +351,28 @@ async def test_the_server_stops_with_a_stream_open(
         await eventually(lambda: engine.num_running == 1, "the request arrives")
     writer.close()
     await writer.wait_closed()
+
+
+async def test_a_server_that_ends_finishes_answers_and_begins_none(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<!doctype html>")
+    engine = ScriptedEngine("One two.")
+    services = fake_services(engine, port=0)
+    app = create_app(services.settings, services, web_root=tmp_path)
+    async with listening(app, services.settings) as url, httpx.AsyncClient(base_url=url) as client:
+        engine.gate.clear()
+        begun = asyncio.create_task(ask(client))
+        await eventually(lambda: engine.num_running == 1, "the answer begins")
+        await app.state.connections.drain(0, "the server is shutting down")
+        late = await ask(client)
+        assert late.status_code == 503 and int(late.headers["retry-after"]) > 0
+        assert error_of(late)["code"] == "server_shutting_down"
+        engine.gate.set()
+        answer = (await begun).json()
+        assert answer["choices"][0]["message"]["content"] == "One two."
+
+
+async def test_whoever_speaks_is_served_before_whoever_writes(tmp_path: Path) -> None:
+    engine = ScriptedEngine("Yes.")
+    async with serving(tmp_path, engine) as client:
+        assert (await ask(client)).status_code == 200
+    assert engine.options[0].get("priority", 0) < 0

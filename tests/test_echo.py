@@ -77,3 +77,32 @@ def test_what_sounded_is_forgotten() -> None:
     guard.play(babble(0, 1.0), SPEECH_RATE, 0)
     share_of_echo(guard, np.zeros(6 * SPEECH_RATE, np.float32))
     assert not guard.is_sounding
+
+
+def test_windows_that_were_left_out() -> None:
+    """Nobody listens while nothing sounds: what was heard before then is not compared."""
+    guard = EchoGuard()
+    dice = np.random.default_rng(3)
+    sound = dice.normal(0, 0.1, SPEECH_RATE * 4).astype(np.float32)
+    guard.play(sound, SPEECH_RATE, 0)
+    for start in (*range(0, 512 * 20, 512), *range(512 * 23, 512 * 60, 512)):
+        guard.hear(sound[start : start + 512], start)
+        guard.is_echo()
+    assert guard.is_echo()
+
+
+@pytest.mark.parametrize("gap_s", [0.032, 0.64, 60.0])
+def test_after_a_gap_it_begins_anew(gap_s: float) -> None:
+    """Nobody listens for echoes while nothing sounds; then the next answer is compared alone."""
+    guard = EchoGuard()
+    guard.play(babble(0, 1.0), SPEECH_RATE, 0)
+    share_of_echo(guard, babble(0, 1.0))
+    begin = SPEECH_RATE + int(gap_s * SPEECH_RATE) // 512 * 512
+    begin -= begin % 512
+    again = babble(3, 1.0)
+    guard.play(again, SPEECH_RATE, begin)
+    found = []
+    for at in range(0, again.size - 511, 512):
+        guard.hear(again[at : at + 512], begin + at)
+        found.append(guard.is_echo())
+    assert np.mean(found[8:]) > 0.85

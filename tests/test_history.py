@@ -6,7 +6,7 @@ import pytest
 
 from app.conversation import history as history_module
 from app.conversation.events import Item, Part, ToolCall, ToolOutput
-from app.conversation.history import History, shortened
+from app.conversation.history import History
 from llm_core import ChatMessage, ToolSpec
 
 
@@ -70,32 +70,24 @@ def test_forgetting_takes_a_call_with_its_output() -> None:
     history = History.of(
         [said("1", "user", "a"), made("2", "c"), gave("3", "c", "r"), said("4", "user", "b")]
     )
-    history.forget_oldest(3)
+    history.forget_oldest(history.messages("")[:3])
     assert shape(history) == [("user", "b", 0)]
-    history.forget_oldest(0)
+    history.forget_oldest([])
     assert shape(history) == [("user", "b", 0)]
 
 
-def test_a_shortened_prompt_never_begins_with_an_output() -> None:
-    messages = [
-        ChatMessage("system", "s"),
-        ChatMessage("user", "x" * 100),
-        ChatMessage("assistant", ""),
-        ChatMessage("tool", "y" * 10, call_id="c"),
-        ChatMessage("user", "z" * 10),
-    ]
-    kept = shortened(messages)
-    assert kept is not None
-    assert [m.role for m in kept] == ["system", "assistant", "tool", "user"]
-    kept = shortened(kept, 0.9)
-    assert kept is not None
-    assert [m.role for m in kept] == ["system", "user"]
-    assert shortened(kept) is None
+def test_forgetting_keeps_what_the_system_said_first() -> None:
+    history = History.of([said("1", "system", "s"), said("2", "user", "a"), said("3", "user", "b")])
+    history.forget_oldest([ChatMessage("user", "a")])
+    assert shape(history) == [("system", "s", 0), ("user", "b", 0)]
 
 
-def test_a_kept_share_of_all_still_makes_it_shorter() -> None:
-    kept = shortened([ChatMessage("user", "a"), ChatMessage("user", "b")], 1.0)
-    assert kept == [ChatMessage("user", "b")]
+def test_what_was_deleted_meanwhile_is_not_forgotten_in_its_place() -> None:
+    history = History.of([said(str(n), "user", text) for n, text in enumerate("abcd")])
+    dropped = history.messages("")[:2]
+    history.delete("0")
+    history.forget_oldest(dropped)
+    assert shape(history) == [("user", "b", 0), ("user", "c", 0), ("user", "d", 0)]
 
 
 def test_what_a_full_history_loses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ from tests.random_llama import random_tokens, random_weights, tiny_config
 
 NUM_BLOCKS = 64
 # Activations are rounded alike on both sides, but where one lies between two steps the last bit
-# decides, and a step is 1/127 of the largest value around it.
-TOLERANCE = 0.03
+# decides, and a step is 1/127 of the largest value around it: 0.035 was seen with random
+# seeds. What is computed wrongly is off by the size of the logits, 1.
+TOLERANCE = 0.1
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -149,7 +150,7 @@ def test_forward_equals_torch(library: Library, family: str) -> None:
 
 @pytest.mark.usefixtures("rounded_activations")
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize("block_size", [4, 64])
 def test_caches_of_all_kinds(library: Library, kv_dtype: KvDtype, block_size: int) -> None:
     config = tiny_config(num_heads=6, num_kv_heads=2, sliding_window=11)
     pair = Pair(library, config, kv_dtype=kv_dtype, block_size=block_size, num_threads=1)
@@ -186,6 +187,59 @@ def test_long_prompt_and_many_streams(library: Library) -> None:
     pair.run(random_tokens(config, 70), (Segment(table, 300, 70),), torch.tensor([69]))
     streams = tuple(Segment((block,), 0, 1) for block in range(20))
     pair.run(random_tokens(config, 20), streams, torch.arange(20))
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 70, "layer_is_sliding": (True, True)}])
+def test_company_does_not_change_a_bit(library: Library, changes: dict[str, Any]) -> None:
+    """A row's logits are the same alone, among other streams, and within a draft's few rows."""
+    config = tiny_config(context_len=256, num_heads=6, **changes)
+    pair = Pair(library, config)
+    prompt, draft = random_tokens(config, 150), random_tokens(config, 8, seed=2)
+    table = tuple(range(16))
+
+    def run(tokens: torch.Tensor, *segments: Segment) -> torch.Tensor:
+        batch = ForwardBatch(tokens, segments, torch.arange(tokens.shape[0]))
+        return pair.native.forward(batch, pair.caches[1])
+
+    run(prompt, Segment(table, 0, 150))
+    alone = [run(draft[i : i + 1], Segment(table, 150 + i, 1)) for i in range(8)]
+    assert torch.equal(run(draft, Segment(table, 150, 8)), torch.cat(alone))
+    assert torch.equal(run(draft[:5], Segment(table, 150, 5)), torch.cat(alone[:5]))
+    others = [Segment((20 + i,), 0, 1) for i in range(12)]
+    tokens = torch.cat((random_tokens(config, 12, seed=3), draft[:1]))
+    assert torch.equal(run(tokens, *others, Segment(table, 150, 1))[-1:], alone[0])
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_heads": 6, "num_kv_heads": 2},
+        {"sliding_window": 40, "layer_is_sliding": (True, False)},
+        {"attention_softcap": 20.0, "logit_softcap": 30.0},
+    ],
+)
+def test_cutting_a_prompt_does_not_change_a_bit(
+    library: Library, changes: dict[str, Any], kv_dtype: KvDtype
+) -> None:
+    """A cached beginning and a cold one, whatever the chunks, give the same logits."""
+    config = tiny_config(context_len=256, **changes)
+    pair = Pair(library, config, kv_dtype=kv_dtype)
+    tokens, table = random_tokens(config, 150), tuple(range(16))
+
+    def run(*lengths: int) -> torch.Tensor:
+        logits, start = [], 0
+        for length in lengths:
+            rows = tokens[start : start + length]
+            batch = ForwardBatch(rows, (Segment(table, start, length),), torch.arange(length))
+            logits.append(pair.native.forward(batch, pair.caches[1]))
+            start += length
+        return torch.cat(logits)
+
+    whole = run(150)
+    for lengths in ((64, 86), (1,) * 150, (7, 9, 50, 1, 83), (149, 1)):
+        assert torch.equal(run(*lengths), whole), lengths
 
 
 def test_threads_do_not_change_a_bit(library: Library) -> None:

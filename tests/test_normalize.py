@@ -312,7 +312,7 @@ def test_clauses_of_a_reply_read_the_same_as_the_whole() -> None:
     "text", ["1" * 3000, "1-" * 1500, "[" * 3000, " " * 5000, "a." * 2000, "\\" * 2000, "A " * 1000]
 )
 def test_no_input_takes_long(text: str) -> None:
-    start = time.perf_counter()
+    start_s = time.thread_time()
     normalize(text)
     strip_markdown(text)
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start_s < 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from audio.playout import PlayoutTimeline, speaking_weight
@@ -106,6 +106,8 @@ def test_heard_text_is_a_prefix_that_only_grows(
 
 
 @given(segments, st.integers(0, 200))
+@example([("", 1), ("0", 0), ("", 1)], 1)
+@example([("One. ", 100), ("\n\n", 0), ("— Two.", 100)], 8)
 def test_position_is_where_the_text_becomes_heard(
     parts: list[tuple[str, int]], num_chars: int
 ) -> None:
@@ -116,6 +118,7 @@ def test_position_is_where_the_text_becomes_heard(
     assert line.position(max(num_chars - 1, 0)) <= position
     if position > 0:
         assert line.num_heard_chars(position) >= num_chars
+        assert line.num_heard_chars(position - 1) < num_chars
 
 
 @given(segments)

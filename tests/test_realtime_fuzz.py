@@ -27,6 +27,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from app.conversation.tools import ToolBox, tool
 from app.server import listening
 from app.web import create_app
+from tests.busy import Stopwatch
 from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services
 from tests.fuzz_events import EventMaker
 from tests.openai_events import check_server_event
@@ -34,7 +35,7 @@ from tests.openai_events import check_server_event
 FUZZ_S = float(os.environ.get("PARLEY_FUZZ_S", "5"))
 SEED = int(os.environ.get("PARLEY_FUZZ_SEED", "0")) or random.randrange(1, 2**31)
 NUM_CALLERS = 4
-# A bystander's answer takes a few ms; a busy machine may take longer, a held-up loop much longer.
+# A bystander's answer takes a few ms, and much longer when the loop is held up.
 MAX_BYSTANDER_S = 5.0
 TIMEOUT = pytest.mark.timeout(int(FUZZ_S) + 90)
 
@@ -107,7 +108,7 @@ async def answers_in_time(url: str, times: int) -> float:
     async with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
         await until(socket, "session.created")
         for _ in range(times):
-            began_s = time.monotonic()
+            watch = Stopwatch()
             content = [{"type": "input_text", "text": "Hi"}]
             item = {"type": "message", "role": "user", "content": content}
             await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
@@ -115,7 +116,7 @@ async def answers_in_time(url: str, times: int) -> float:
             await socket.send(json.dumps({"type": "response.create", "response": response}))
             done = await until(socket, "response.done")
             assert done["response"]["status"] == "completed", done
-            longest_s = max(longest_s, time.monotonic() - began_s)
+            longest_s = max(longest_s, watch.took_s())
             await asyncio.sleep(0.05)
     return longest_s
 
@@ -220,15 +221,16 @@ async def shakes_hands_badly(url: str, rng: random.Random) -> None:
     else:  # a good handshake, and then no WebSocket frames
         request += rng.randbytes(rng.randrange(1, 100))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    with contextlib.suppress(ConnectionError):
+    try:
         writer.write(request)
         await writer.drain()
         if rng.random() < 0.5:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.02):
-                    head = await reader.read(200)
-                    assert b" 500 " not in head
-    writer.transport.abort()
+            async with asyncio.timeout(0.02):
+                assert b" 500 " not in await reader.read(200)
+    except (ConnectionError, TimeoutError):
+        pass  # it closed first, or wants to hear more
+    finally:
+        writer.transport.abort()
 
 
 @TIMEOUT

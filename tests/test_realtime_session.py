@@ -58,12 +58,16 @@ def test_the_first_session_object() -> None:
     heard, spoken = shown["audio"]["input"], shown["audio"]["output"]
     assert heard["format"] == {"type": "audio/pcm", "rate": 24000}
     assert heard["noise_reduction"] is None
-    assert heard["turn_detection"]["type"] == "server_vad"
-    assert heard["turn_detection"]["silence_duration_ms"] == 450
+    assert heard["turn_detection"] == {
+        "type": "semantic_vad",
+        "eagerness": "auto",
+        "create_response": True,
+        "interrupt_response": True,
+    }
     assert heard["transcription"]["model"] == "whisper-tiny.en"
     assert spoken == {"format": heard["format"], "voice": "piper-en_US-joe-medium", "speed": 1.0}
     config = to_config(state().params)
-    assert config.turn_detection == TurnDetection(silence_duration_ms=450)
+    assert config.turn_detection == TurnDetection(kind="semantic_vad", silence_duration_ms=450)
     assert config.input_format is PCM16_24K
     assert config.transcribe
     assert not config.send_traces
@@ -84,7 +88,7 @@ def test_updates_merge_and_clear() -> None:
         output_modalities=["text"],
         max_output_tokens=64,
         audio={"input": {"turn_detection": None, "transcription": None}},
-        parley={"trace": True},
+        parley={"trace": True, "budget_ms": 700},
     )
     config = to_config(now.params)
     assert config.instructions == ""
@@ -93,6 +97,8 @@ def test_updates_merge_and_clear() -> None:
     assert config.turn_detection is None
     assert not config.transcribe
     assert config.send_traces
+    assert config.budget_ms == 700
+    assert wire(now)["parley"]["budget_ms"] == 700
     assert wire(now)["audio"]["input"]["turn_detection"] is None
 
     updated(
@@ -119,7 +125,15 @@ def detection(current: SessionState) -> dict[str, Any]:
 def test_the_kind_of_turn_detection_changes_as_a_whole() -> None:
     now = updated(
         state(),
-        audio={"input": {"turn_detection": {"threshold": 0.7, "create_response": False}}},
+        audio={
+            "input": {
+                "turn_detection": {
+                    "type": "server_vad",
+                    "threshold": 0.7,
+                    "create_response": False,
+                }
+            }
+        },
     )
     update = {"type": "semantic_vad", "eagerness": "low"}
     updated(now, audio={"input": {"turn_detection": update}})
@@ -203,7 +217,7 @@ def test_names_of_openai_stand_for_what_is_loaded() -> None:
             "session.audio.input.turn_detection.threshold",
         ),
         (
-            {"audio": {"input": {"turn_detection": {"eagerness": "low"}}}},
+            {"audio": {"input": {"turn_detection": {"type": "server_vad", "eagerness": "low"}}}},
             "unknown_parameter",
             "session.audio.input.turn_detection.eagerness",
         ),
@@ -253,6 +267,7 @@ _INPUT, _OUTPUT = "session.audio.input", "session.audio.output"
         ({"prompt": {"id": "p"}}, "unsupported_value", "session.prompt"),
         ({"audio": None}, "invalid_type", "session.audio"),
         ({"parley": {"trace": "yes"}}, "invalid_type", "session.parley.trace"),
+        ({"parley": {"budget_ms": 0}}, "integer_below_min_value", "session.parley.budget_ms"),
         ({"audio": {"input": {"format": "pcm16"}}}, "invalid_type", f"{_INPUT}.format"),
         (
             {"audio": {"input": {"format": {"type": "audio/opus"}}}},

@@ -29,6 +29,7 @@ from app.conversation.session import Session
 from app.errors import ConfigError
 from app.server import _url, create_app, listening
 from tests.fake_realtime import FakeSession
+from tests.fake_turns import a_turn
 from tests.fakes import ScriptedEngine, fake_services
 from tests.openai_events import check_server_event
 
@@ -57,8 +58,8 @@ def start(web_root: Path) -> Start:
         tasks, threads = asyncio.all_tasks(), our_threads()
         services = fake_services(ScriptedEngine(), host="127.0.0.1", port=0, **settings)
         cast(Any, services.engine).is_alive = True
-        services.traces.add({"turn_id": "turn_1"})
-        services.traces.add({"turn_id": "turn_2"})
+        services.traces.add(a_turn(1))
+        services.traces.add(a_turn(2))
         app = create_app(
             services.settings,
             services,
@@ -151,7 +152,7 @@ async def test_traces_are_behind_the_key(start: Start) -> None:
         assert refused.json()["error"]["code"] == "invalid_api_key"
         http.headers["authorization"] = "Bearer k1"
         traces = (await http.get("/v1/traces?limit=1")).json()
-        assert traces == {"object": "list", "data": [{"turn_id": "turn_2"}]}
+        assert (traces["object"], traces["data"]) == ("list", [a_turn(2)])
         assert len((await http.get("/v1/traces")).json()["data"]) == 2
         for limit in ("0", "1001", "many"):
             bad = await http.get(f"/v1/traces?limit={limit}")

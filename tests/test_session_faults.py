@@ -24,7 +24,15 @@ from app.errors import ClientError, ServiceError
 from audio.codecs import PCMU_8K
 from audio.errors import AudioError
 from llm_core import EngineDiedError
-from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services, settle, silence, voice
+from tests.fakes import (
+    ScriptedEngine,
+    ScriptedRecognizer,
+    fake_services,
+    recent,
+    settle,
+    silence,
+    voice,
+)
 from tests.session_call import call
 
 LONG = "One two three four five six seven eight nine ten, eleven twelve thirteen fourteen fifteen."
@@ -81,7 +89,7 @@ async def test_the_warm_up_turn_leaves_nothing_and_fails_loudly() -> None:
     tasks = asyncio.all_tasks()
     await warm_up(services)
     assert engine.params[0].max_tokens == 4
-    assert services.traces.recent(10) == []
+    assert recent(services.traces.store, 10) == []
     assert asyncio.all_tasks() == tasks
     engine.error = EngineDiedError("the engine process ended")
     with pytest.raises(ServiceError, match="the engine process ended"):

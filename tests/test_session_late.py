@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from app.conversation import history as history_module
@@ -17,8 +19,7 @@ from app.conversation.events import (
 from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
-from llm_core import PromptTooLongError
-from tests.fakes import ScriptedEngine, settle, silence, voice
+from tests.fakes import ScriptedEngine, ShortContextEngine, settle, silence, voice
 from tests.session_call import call
 
 
@@ -120,34 +121,60 @@ async def test_a_client_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
         assert refused.value.code == "conversation_full"
 
 
-class _ShortContext(ScriptedEngine):
-    """Refuses prompts of more than 400 characters."""
-
-    num_refused = 0
-
-    async def generate(self, messages, params):  # type: ignore[no-untyped-def]
-        if sum(len(m.content) for m in messages) > 400:
-            self.num_refused += 1
-            raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
-        async for event in super().generate(messages, params):
-            yield event
-
-
 async def test_thirty_turns_in_a_short_context() -> None:
-    engine = _ShortContext("A reply of some words.")
+    engine = ShortContextEngine(400, "A reply of some words.")
     async with call(engine) as c:
         for number in range(30):
             await c.session.add_item(said(f"Question number {number}"))
             await c.session.create_response()
             await c.clock.advance(3)
         assert [e.response.status for e in c.out.of(ResponseDone)] == ["completed"] * 30
-        # The cut is made once and stays: most turns ask once, and share their beginning.
-        assert engine.num_refused <= 8
+        # The cut is made seldom and stays, so that most prompts share their beginning.
+        num_cuts = sum(num > 0 for num in engine.dropped)
+        assert 3 <= num_cuts <= 10
+        assert sum(engine.dropped) + len(c.messages()) == 60, "what is dropped once is forgotten"
         shared = sum(
             later[: len(earlier)] == earlier
             for earlier, later in zip(engine.requests, engine.requests[1:], strict=False)
         )
-        assert shared >= 20
+        assert shared == 29 - num_cuts
+        facts = c.out.of(TurnTraced)[engine.dropped.index(max(engine.dropped))].turn["facts"]
+        assert facts["dropped_messages"] == max(engine.dropped)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "options"),
+    [
+        (None, {"overflow": "drop_oldest"}),
+        (0.5, {"overflow": "drop_oldest", "retention_ratio": 0.5}),
+        (0, {"overflow": "refuse"}),
+    ],
+)
+async def test_what_becomes_of_the_oldest_is_the_sessions_choice(
+    ratio: float | None, options: dict[str, Any]
+) -> None:
+    async with call(ShortContextEngine(100, "Yes."), retention_ratio=ratio) as c:
+        for number in range(6):
+            await c.session.add_item(said(f"Question number {number}"))
+        await c.session.create_response()
+        await c.clock.advance(1)
+        (reply,) = c.engine.replies_opened
+        assert options.items() <= reply.options.items()
+        (done,) = c.out.of(ResponseDone)
+        assert done.response.status == ("failed" if ratio == 0 else "completed")
+        num_left = {None: 3, 0.5: 2, 0: 6}[ratio]
+        assert len([m for m in c.messages() if m.role == "user"]) == num_left
+
+
+async def test_items_of_a_response_are_not_the_conversations() -> None:
+    async with call(ShortContextEngine(60, "Yes.")) as c:
+        await c.session.add_item(said("Remember this"))
+        before = c.messages()
+        items = tuple(said(f"Another question {number}") for number in range(6))
+        await c.session.create_response(ResponseRequest(items=items))
+        await c.clock.advance(1)
+        assert c.engine.dropped[-1] > 0
+        assert c.messages()[: len(before)] == before
 
 
 async def test_no_sample_leaves_after_stop_even_if_the_pacing_ends_just_then() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -24,8 +24,7 @@ from app.conversation.requests import ResponseRequest
 from app.transports.base import ChannelClosed
 from app.transports.websocket import WebSocketChannel
 from audio.errors import AudioError
-from llm_core import PromptTooLongError
-from tests.fakes import ScriptedEngine, settle, silence, voice
+from tests.fakes import ScriptedEngine, ShortContextEngine, settle, silence, voice
 from tests.session_call import Call, call
 
 LONG = "One two three four five six seven eight nine ten, eleven twelve thirteen fourteen fifteen."
@@ -192,16 +191,8 @@ async def test_a_written_reply_that_was_read_in_part_is_not_owed() -> None:
         assert len(c.out.of(ResponseStarted)) == 1
 
 
-class _ShortContext(ScriptedEngine):
-    async def generate(self, messages: Any, params: Any) -> AsyncIterator[Any]:
-        if sum(len(m.content) for m in messages) > 40:
-            raise PromptTooLongError("too long")
-        async for event in super().generate(messages, params):
-            yield event
-
-
 async def test_a_held_answer_that_is_thrown_away_has_made_nothing_forgotten() -> None:
-    async with call(_ShortContext("Yes."), "Is it?", instructions="") as c:
+    async with call(ShortContextEngine(40, "Yes."), "Is it?", instructions="") as c:
         for number in range(6):
             item = Item(f"item_{number}", "user", [Part("input_text", f"{number} is it")])
             await c.session.add_item(item)

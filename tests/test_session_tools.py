@@ -24,7 +24,7 @@ from app.conversation.session_config import SessionConfig, Tool, ToolChoice
 from app.conversation.tools import ToolBox, ToolError, tool
 from app.errors import ClientError
 from llm_core import ChatMessage, ToolGuide
-from tests.fakes import ScriptedEngine, settle, silence, voice
+from tests.fakes import ScriptedEngine, recent, settle, silence, voice
 from tests.session_call import Call, call
 
 WEATHER = Tool("weather", "The weather.", {"type": "object", "properties": {}})
@@ -196,7 +196,7 @@ async def test_a_tool_of_ours_runs_here_and_the_answer_goes_on() -> None:
         assert done.response.usage.input_tokens == 20, "of both of the model's replies"
         # The next prompt begins as this one did: what is in the cache stays useful.
         assert c.session._prompt()[: len(engine.requests[1])] == engine.requests[1]
-        facts = c.services.traces.recent(1)[0]["facts"]
+        facts = recent(c.services.traces.store, 1)[0]["facts"]
         assert facts["tool_calls"] == 1
 
 
@@ -222,6 +222,15 @@ async def test_the_model_does_not_call_for_ever() -> None:
         assert engine.params[-1].guide is None
         assert done.response.output[-1].call.error == "too many calls in one answer"
         assert engine.num_running == 0
+
+
+async def test_after_one_call_of_ours_the_model_is_not_listened_to() -> None:
+    clockwork = Clockwork()
+    clockwork.let_go.set()
+    engine = ScriptedEngine(f"{calls('look', what='cat')} and so on", "A cat.")
+    async with call(engine, server=clockwork.box) as c:
+        await ask(c, "What is it?", modality="text")
+        assert "".join(e.text for e in c.out.of(OutputText)) == "A cat."
 
 
 async def test_what_is_known_is_not_asked_again() -> None:

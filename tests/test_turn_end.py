@@ -99,6 +99,12 @@ def test_a_whole_question_is_answered_at_once_and_half_a_sentence_waited_for() -
     assert silence_ms(Evidence("I want to go to the.", falling, end_logprob=-0.1)) >= 1_100
 
 
+def test_without_the_models_word_a_full_stop_is_not_believed_so_easily() -> None:
+    text = "I would like to know how to make it."
+    assert silence_ms(Evidence(text)) > silence_ms(Evidence(text, end_logprob=-0.3))
+    assert silence_ms(Evidence(text)) > 400
+
+
 def test_digits_and_unfinished_words_get_more_than_a_second() -> None:
     for text in ("4 1 5 5", "I would like to", "Police dogs,"):
         assert silence_ms(Evidence(text, end_logprob=0.0)) > 1_000

@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from dataclasses import dataclass
 from email import policy
 from email.parser import BytesParser
-from typing import Any, Protocol
+from typing import Any
 
 import pydantic_core
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from app.api.calls_registry import CallsRegistry
+from app.api.http_errors import BodyTooLargeError, error_response
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
 from app.api.realtime_names import OWN_NAME
 from app.auth import Gatekeeper, Grant
+from app.connections import Connections
 from app.conversation.services import Services
-from app.errors import ClientError
-from app.transports.base import EventChannel
+from app.errors import ClientError, UnavailableError
+from app.rate_limits import RateLimits
 from app.transports.webrtc.sdp import Offer, parse_offer
 
 try:
@@ -42,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 512 * 1024
 """Of a request: the offer (64 KiB at most) and the session's settings."""
+_RETRY_AFTER_S = 5.0
 
 
 class HttpError(ClientError):
@@ -52,35 +56,23 @@ class HttpError(ClientError):
         self.status = status
 
 
-class Admission(Protocol):
-    """Who counts the sessions of a server."""
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What calls need of the server around them."""
 
-    @property
-    def refusal(self) -> str | None:
-        """Why no further one is taken at the moment."""
-        ...
-
-    def entered(self, channel: EventChannel) -> AbstractContextManager[None]:
-        """Counts a session for as long as the block runs."""
-        ...
+    services: Services
+    make_session: MakeSession
+    connections: Connections
+    registry: CallsRegistry
+    limits: RateLimits
 
 
 class Calls:
     """The running calls of a server, by id."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        services: Services,
-        admission: Admission,
-        registry: CallsRegistry,
-        make_session: MakeSession,
-    ) -> None:
+    def __init__(self, gateway: Gateway, around: Surroundings) -> None:
         self._gateway = gateway
-        self._registry = registry
-        self._services = services
-        self._admission = admission
-        self._make_session = make_session
+        self._around = around
         self._calls: dict[str, tuple[str, Call]] = {}  # with the owner
         self._serving: set[asyncio.Task[None]] = set()
 
@@ -88,27 +80,29 @@ class Calls:
         return len(self._calls)
 
     async def begin(
-        self, sdp: str, model: str, opening: dict[str, Any], owner: str
+        self, sdp: str, model: str, opening: dict[str, Any], grant: Grant, peer: str
     ) -> tuple[str, str]:
-        """Id and answer of a new call. Raises ClientError."""
-        if refusal := self._admission.refusal:
-            raise HttpError(503, "overloaded", refusal)
+        """Id and answer of a new call. Raises ClientError or UnavailableError."""
+        around, limited = self._around, grant.limited_as(peer)
+        around.connections.check()
+        around.limits.check_session(limited)
         offer = parse_offer(sdp)
         call = self._gateway.new_call()
         connection = CallConnection(
             call.channel,
             call.audio,
-            self._services,
+            around.services,
             model,
             opening=opening,
-            make_session=self._make_session,
+            make_session=around.make_session,
+            pace=around.limits.pacer(limited),
         )
         call.channel.greet = connection.greeting
-        self._calls[call.id] = (owner, call)
+        self._calls[call.id] = (grant.owner, call)
         # Counted before anything is awaited, so that a crowd cannot slip in together.
         counted = ExitStack()
-        counted.enter_context(self._admission.entered(call.channel))
-        counted.enter_context(self._registry.entered(call.id, owner, connection))
+        counted.enter_context(around.connections.entered(call.channel, lambda: connection.is_busy))
+        counted.enter_context(around.registry.entered(call.id, grant.owner, connection))
         serving = asyncio.create_task(self._serve(call, connection, counted), name="webrtc call")
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
@@ -153,23 +147,13 @@ async def _connected(call: Call, offer: Offer) -> str:
         raise HttpError(409, "call_replaced", message) from error
     except OSError as error:
         logger.error("no call can be answered: %s", error)
-        raise HttpError(503, "overloaded", "The server has no network sockets left.") from error
+        message = "The server has no network sockets left."
+        raise UnavailableError(message, retry_after_s=_RETRY_AFTER_S) from error
 
 
-def add_calls(
-    app: FastAPI,
-    services: Services,
-    admission: Admission,
-    gatekeeper: Gatekeeper,
-    registry: CallsRegistry,
-    make_session: MakeSession,
-) -> None:
+def add_calls(app: FastAPI, around: Surroundings, gatekeeper: Gatekeeper) -> None:
     """Add the routes. Where the extra ``webrtc`` is not installed they say so (501)."""
-    calls = (
-        Calls(Gateway(services.settings), services, admission, registry, make_session)
-        if HAS_WEBRTC
-        else None
-    )
+    calls = Calls(Gateway(around.services.settings), around) if HAS_WEBRTC else None
 
     def ready(request: Request) -> tuple[Calls, Grant]:
         grant = gatekeeper.check_caller(request.headers)
@@ -207,7 +191,8 @@ async def _answered(request: Request, ready: Callable[[Request], tuple[Calls, Gr
             opening = _merged(grant.session, session)
             named = request.query_params.get("model") or opening.get("model")
             model = named if isinstance(named, str) else OWN_NAME
-            call_id, answer = await calls.begin(sdp, model, opening, grant.owner)
+            peer = request.client.host if request.client else "?"
+            call_id, answer = await calls.begin(sdp, model, opening, grant, peer)
     except HttpError as error:
         return _refused(error)
     headers = {"location": f"/v1/realtime/calls/{call_id}"}
@@ -229,8 +214,7 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            message = f"The request is too large: at most {MAX_BODY_BYTES} bytes."
-            raise HttpError(413, "request_too_large", message)
+            raise BodyTooLargeError(f"The request is too large: at most {MAX_BODY_BYTES} bytes.")
     if name == "application/sdp":
         return _text(bytes(body), "sdp"), {}
     fields = _form_fields(kind, bytes(body))
@@ -287,7 +271,4 @@ def _merged(base: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
 
 def _refused(error: HttpError) -> JSONResponse:
     logger.info("call refused", extra={"code": error.code})
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    body = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    headers = {"retry-after": "5"} if error.status == 503 else None
-    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+    return error_response(error, error.status)

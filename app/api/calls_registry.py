@@ -22,6 +22,9 @@ class CallsRegistry:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def __contains__(self, call_id: str) -> bool:
+        return call_id in self._calls
+
     @contextmanager
     def entered(self, call_id: str, owner: str, connection: RealtimeConnection) -> Iterator[None]:
         """The call can be found during the block. ``owner``: ``Grant.owner`` of whoever made it."""

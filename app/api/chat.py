@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 _BODY_TIMEOUT_S = 30.0
+# Whoever speaks with us waits in silence; whoever reads can wait a little longer.
+_PRIORITY = -1
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -44,12 +46,14 @@ _SSE_HEADERS = {
 
 
 def chat_router(engine: EngineClient) -> APIRouter:
-    """The route. Raises (to the app's handlers) ClientError for a bad request."""
+    """The route. Raises (to the app's handlers) ClientError for a bad request, and UnavailableError
+    while the server ends; answers that have begun are finished."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(request: Request) -> Response:
         request.app.state.gatekeeper.check(request.headers)
+        request.app.state.connections.check_open()
         try:
             body = await _read_body(request)
         except ClientDisconnect:
@@ -104,7 +108,7 @@ class _Answer(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(
-            self._engine.generate(self._chat.messages, self._chat.params)
+            self._engine.generate(self._chat.messages, self._chat.params, priority=_PRIORITY)
         ) as events:
             try:
                 first = await anext(events)

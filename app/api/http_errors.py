@@ -9,6 +9,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from app.api.models import UnknownModelError
+from app.api.traces import TraceNotFoundError
 from app.auth import AuthenticationError, HostError, OriginError
 from app.client_secrets import TooManySecretsError
 from app.errors import ClientError, ParleyError, UnavailableError
@@ -42,6 +43,7 @@ _STATUS: dict[type[ParleyError], int] = {
     AuthenticationError: 401,
     OriginError: 403,
     UnknownModelError: 404,
+    TraceNotFoundError: 404,
     BodyTimeoutError: 408,
     BodyTooLargeError: 413,
     HostError: 421,

@@ -185,15 +185,18 @@ class RealtimeConnection:
         """Both at once. Raises ExceptionGroup when the session's own loop fails."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(session.run(), name="session loop")
-            idle_s = self._services.settings.idle_timeout_s if self._audio_out is None else None
-            try:
-                async with asyncio.timeout(self._services.settings.max_session_s) as limit:
-                    await self._serve(session, self._channel, idle_s)
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                await self._expire()
+            await self._serve_within_limit(session)
             watching.cancel()
+
+    async def _serve_within_limit(self, session: Session) -> None:
+        idle_s = self._services.settings.idle_timeout_s if self._audio_out is None else None
+        try:
+            async with asyncio.timeout(self._services.settings.max_session_s) as limit:
+                await self._serve(session, self._channel, idle_s)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await self._expire()
 
     async def _expire(self) -> None:
         reason = f"the session has lasted {self._services.settings.max_session_s:g} s, its limit"

@@ -29,6 +29,7 @@ from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from app.errors import ClientError
+from app.rate_limits import Pacer
 from app.transports.audio_port import AudioPort, Cut
 from app.transports.base import ChannelClosed, EventChannel
 
@@ -48,13 +49,22 @@ class CallConnection(RealtimeConnection):
         *,
         opening: dict[str, Any] | None = None,
         make_session: MakeSession = Session,
+        pace: Pacer | None = None,
     ) -> None:
         super().__init__(
-            channel, services, model, make_session=make_session, opening=opening, audio_out=self
+            channel,
+            services,
+            model,
+            make_session=make_session,
+            opening=opening,
+            audio_out=self,
+            pace=pace,
         )
         self._audio = audio
         self._running: set[str] = set()  # responses that are not done
         self._cuts: list[Cut] = []  # to be told when their responses are done
+        self._held: Cut | None = None  # silent for now, and perhaps on again from there
+        self._resumed: Cut | None = None  # on again from there
         self._active_s = time.monotonic()
         self._told_full = False
         self._open()
@@ -69,6 +79,8 @@ class CallConnection(RealtimeConnection):
 
     async def play(self, audio: OutputAudio) -> None:
         """Into the queue of the port; waits while that is full, or the line interrupted."""
+        if self._held is not None:
+            self._held, self._resumed = None, self._held
         await self._audio.play(audio.response_id, audio.item_id, audio.audio)
         await self._send_playback()
 
@@ -89,7 +101,7 @@ class CallConnection(RealtimeConnection):
                 group.create_task(self._tell_playback(), name="call playback"),
                 group.create_task(self._watch_idle(), name="call idle"),
             ]
-            await self._serve(session, self._channel, None)
+            await self._serve_within_limit(session)
             for task in beside:
                 task.cancel()
 
@@ -128,9 +140,22 @@ class CallConnection(RealtimeConnection):
             kind = f"output_audio_buffer.{playback.state}"
             await self._send(server_event(kind, response_id=playback.response_id))
 
+    def _hold(self) -> None:
+        """Silence, for now: if the caller does not interrupt, what was not heard comes again."""
+        if (cut := self._audio.clear()) is not None:
+            self._held = self._since_item_began(cut)
+
+    def _since_item_began(self, cut: Cut) -> Cut:
+        """An item that was held counts on from where it went on."""
+        if self._resumed is None or self._resumed.item_id != cut.item_id:
+            return cut
+        return replace(cut, heard_ms=self._resumed.heard_ms + cut.heard_ms)
+
     async def _cut(self) -> None:
         """Silence; and what was not heard is taken out of the conversation."""
         cut = self._audio.clear()
+        cut = self._since_item_began(cut) if cut is not None else self._held
+        self._held = None
         await self._send_playback()
         if cut is None:
             return
@@ -145,11 +170,17 @@ class CallConnection(RealtimeConnection):
         for cut in ready:
             if self._session is not None:
                 with contextlib.suppress(ClientError):  # the client has deleted it meanwhile
-                    await self._session.truncate_item(cut.item_id, 0, cut.heard_ms)
+                    # What the session took back while the answer was held was sent, and is gone.
+                    kept = self._session.get_item(cut.item_id).content[0].audio_ms
+                    heard_ms = min(cut.heard_ms, int(kept))
+                    await self._session.truncate_item(cut.item_id, 0, heard_ms)
 
     async def _sink(self, event: SessionEvent) -> None:
         self._active_s = time.monotonic()
         match event:
+            case PlaybackCut(may_go_on=True):
+                self._hold()
+                return
             case PlaybackCut():
                 await self._cut()
                 return

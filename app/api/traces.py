@@ -1,25 +1,184 @@
-"""The recent turns and where their time went."""
+"""The turns and where their time went: lists, statistics, and what clients report.
+
+The database is read in worker threads, not on the event loop: most handlers are plain functions.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import FileResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.observe.trace import TraceStore
+from app.errors import ClientError
+from app.observe.query import TraceFilter, TraceQuery, instant_ms
+from app.observe.trace import OUTCOMES
+from app.observe.writer import TraceWriter
 
 MAX_TRACES = 1000
+_MAX_MS = 3_600_000.0
+_MAX_REPORT_BYTES = 2048
+
+Limit = Annotated[int, Query(ge=1, le=MAX_TRACES)]
+Id = Annotated[str | None, Query(max_length=100)]
+Time = Annotated[str | None, Query(max_length=40)]
 
 
-def traces_router(store: TraceStore) -> APIRouter:
-    """``GET /v1/traces?limit=``: newest first. The fields are those of ``TurnTrace.to_dict``."""
-    router = APIRouter()
+class PlayoutReport(BaseModel):
+    """What a client's player has measured of one answer; milliseconds.
 
-    @router.get("/v1/traces")
-    async def list_traces(
-        request: Request, limit: Annotated[int, Query(ge=1, le=MAX_TRACES)] = 50
+    ``first_audio_delay_ms`` is from the receipt of the first audible sample to its sound,
+    ``gap_ms`` the silence inside the answer in ``num_gaps`` gaps, ``played_ms`` what was heard.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    first_audio_delay_ms: float | None = Field(default=None, ge=0.0, le=_MAX_MS)
+    gap_ms: float | None = Field(default=None, ge=0.0, le=_MAX_MS)
+    num_gaps: int | None = Field(default=None, ge=0, le=1_000_000)
+    played_ms: float | None = Field(default=None, ge=0.0, le=_MAX_MS)
+
+
+class TraceNotFoundError(ClientError):
+    """There is no such turn, or it is gone already (HTTP 404)."""
+
+    code = "trace_not_found"
+
+
+def chosen_turns(
+    conversation: Id = None,
+    outcome: Id = None,
+    min_voice_to_voice_ms: Annotated[float | None, Query(ge=0, le=_MAX_MS)] = None,
+    since: Time = None,
+    until: Time = None,
+    over_budget: bool = False,
+) -> TraceFilter:
+    """The filter of a query. Raises ClientError for an outcome or a time that does not exist."""
+    outcomes = tuple(name.strip() for name in outcome.split(",")) if outcome else ()
+    for name in outcomes:
+        if name not in OUTCOMES:
+            raise ClientError(
+                f"Invalid value for 'outcome': {name!r}. Expected one or more of "
+                f"{', '.join(OUTCOMES)}, with commas between them.",
+                code="invalid_value",
+                param="outcome",
+            )
+    return TraceFilter(
+        session_id=conversation or None,
+        outcomes=outcomes,
+        min_voice_to_voice_ms=min_voice_to_voice_ms,
+        since_ms=instant_ms(since, "since"),
+        until_ms=instant_ms(until, "until"),
+        over_budget=over_budget,
+    )
+
+
+def _checked(request: Request) -> None:
+    request.app.state.gatekeeper.check(request.headers)
+
+
+Chosen = Annotated[TraceFilter, Depends(chosen_turns)]
+
+
+def traces_router(traces: TraceWriter) -> APIRouter:
+    """The routes under ``/v1/traces``. The fields of a turn are those of ``TurnTrace.to_dict``."""
+    router = APIRouter(prefix="/v1/traces", dependencies=[Depends(_checked)])
+    query = TraceQuery(traces.store)
+
+    @router.get("")
+    def list_traces(
+        chosen: Chosen,
+        limit: Limit = 50,
+        cursor: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
     ) -> dict[str, Any]:
-        request.app.state.gatekeeper.check(request.headers)
-        return {"object": "list", "data": store.recent(limit)}
+        page = query.page(chosen, limit, cursor)
+        return {
+            "object": "list",
+            "data": page.turns,
+            "has_more": page.next_cursor is not None,
+            "next_cursor": page.next_cursor,
+        }
+
+    @router.get("/conversations")
+    def list_conversations(chosen: Chosen, limit: Limit = 50) -> dict[str, Any]:
+        return {"object": "list", "data": query.conversations(chosen, limit)}
+
+    @router.get("/stats")
+    def stats(
+        chosen: Chosen,
+        bucket_s: Annotated[int | None, Query(ge=1, le=31_536_000)] = None,
+        compare_since: Time = None,
+        compare_until: Time = None,
+    ) -> dict[str, Any]:
+        compare_with = None
+        if compare_since is not None or compare_until is not None:
+            compare_with = TraceFilter(
+                session_id=chosen.session_id,
+                outcomes=chosen.outcomes,
+                min_voice_to_voice_ms=chosen.min_voice_to_voice_ms,
+                since_ms=instant_ms(compare_since, "compare_since"),
+                until_ms=instant_ms(compare_until, "compare_until"),
+                over_budget=chosen.over_budget,
+            )
+        return query.stats(chosen, bucket_s=bucket_s, compare_with=compare_with)
+
+    @router.get("/{turn_id}")
+    def get_trace(turn_id: str) -> dict[str, Any]:
+        turn = query.get(turn_id)
+        if turn is None:
+            raise _not_found(turn_id)
+        return turn
+
+    @router.get("/{turn_id}/audio")
+    def get_audio(turn_id: str) -> FileResponse:
+        path = traces.recordings.path(turn_id) if traces.recordings is not None else None
+        if path is None:
+            raise TraceNotFoundError(
+                f"There is no recording of a turn {turn_id[:100]!r}.", param="turn_id"
+            )
+        return FileResponse(path, media_type="audio/wav", headers={"cache-control": "no-store"})
+
+    @router.post("/{turn_id}/playout")
+    async def report_playout(turn_id: str, request: Request) -> dict[str, Any]:
+        report = _playout_report(await _small_body(request))
+        if not await asyncio.to_thread(_note, traces, turn_id, report):
+            raise _not_found(turn_id)
+        return {"object": "trace.playout", "turn_id": turn_id}
 
     return router
+
+
+async def _small_body(request: Request) -> bytes:
+    """Raises ClientError for a body that no report has."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_REPORT_BYTES:
+            raise ClientError(
+                f"The body is too long: a playout report has at most {_MAX_REPORT_BYTES} bytes.",
+                code="body_too_long",
+            )
+    return body
+
+
+def _playout_report(body: bytes) -> PlayoutReport:
+    try:
+        return PlayoutReport.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(map(str, first["loc"]))
+        name = f"'{param}'" if param else "the body"
+        raise ClientError(
+            f"Invalid value for {name}: {first['msg']}.", code="invalid_value", param=param or None
+        ) from error
+
+
+def _note(traces: TraceWriter, turn_id: str, report: PlayoutReport) -> bool:
+    traces.flush()  # the client may be faster than the writer
+    return traces.store.add_client_report(turn_id, report.model_dump(exclude_none=True))
+
+
+def _not_found(turn_id: str) -> TraceNotFoundError:
+    return TraceNotFoundError(f"There is no trace of a turn {turn_id[:100]!r}.", param="turn_id")

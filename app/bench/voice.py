@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from app.bench.figures import cpu_seconds, percentiles, word_errors
@@ -39,6 +40,7 @@ class Tally:
     gap_ms: list[float] = field(default_factory=list)
     difference_ms: list[float] = field(default_factory=list)
     barge_in_ms: list[float] = field(default_factory=list)
+    stages_ms: dict[str, list[float]] = field(default_factory=dict)
     num_turns: int = 0
     false_cutoffs: int = 0
     missed_turns: int = 0
@@ -74,6 +76,8 @@ class Tally:
             own = trace.get("voice_to_voice_ms")
             if own is not None:
                 self.v2v_ms.append(own)
+                for stage, took_ms in (trace.get("stages_ms") or {}).items():
+                    self.stages_ms.setdefault(stage, []).append(took_ms)
             if gap is not None:
                 self.gap_ms.append(gap)
             if own is not None and gap is not None:
@@ -97,6 +101,7 @@ class Tally:
             "v2v_ms": percentiles(self.v2v_ms),
             "gap_in_recording_ms": percentiles(self.gap_ms)
             | {"difference": percentiles(self.difference_ms)},
+            "stages_ms": {stage: median(ms) for stage, ms in self.stages_ms.items()},
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
             "false_cutoffs": self.false_cutoffs,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from app.conversation.asking import length_options
 from app.conversation.session_config import SessionConfig
 from app.conversation.turn import Turn
 from app.errors import RecognitionError
@@ -90,10 +91,10 @@ class Ahead:
         return facts
 
 
-async def warm(engine: EngineClient, messages: list[ChatMessage]) -> None:
+async def warm(engine: EngineClient, config: SessionConfig, messages: list[ChatMessage]) -> None:
     """Let the model read ``messages``, so that an answer to them begins sooner."""
     try:
-        await engine.prefill(messages)
+        await engine.prefill(messages, **length_options(config))
     except LlmError as error:
         # Only a head start is lost; the turn itself meets the same error and reports it.
         log.info("prefill in advance failed: %s", error)

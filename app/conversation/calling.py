@@ -71,6 +71,7 @@ class Calling:
         self.calls: list[Item] = []
         self.waited_ns = 0
         self._num_run = 0
+        self._num_whole = 0
         self._services = services
         self._config = config
         self._output = output
@@ -106,11 +107,7 @@ class Calling:
     @property
     def has_enough(self) -> bool:
         """A whole call is there, and the session allows one at a time only."""
-        return bool(
-            not self._config.parallel_tool_calls
-            and self.calls
-            and self.calls[-1].status != "in_progress"
-        )
+        return self._num_whole > 0 and not self._config.parallel_tool_calls
 
     async def feed(self, text: str, take: Take, take_rest: TakeRest) -> None:
         """More of the reply. Words go to ``take``; before a call, ``take_rest`` ends them."""
@@ -155,6 +152,7 @@ class Calling:
     async def _finish(self, item: Item, is_complete: bool) -> None:
         call = item.call
         assert call is not None
+        self._num_whole += 1
         if not is_complete:
             call.error = "the arguments are not a JSON object" if call.runs_here else None
             await self._output.close_call(item, "incomplete")

@@ -241,7 +241,13 @@ class OutputAudio:
 
 @dataclass(frozen=True, slots=True)
 class PlaybackCut:
-    """Whatever is being played must fall silent now; comes before the response's own end."""
+    """Whatever is being played must fall silent now, and what waits to be played is void.
+
+    ``may_go_on``: it is not certain that the caller interrupts; what was not heard may come again.
+    Else the response is over, and its own end follows.
+    """
+
+    may_go_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

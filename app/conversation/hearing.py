@@ -8,6 +8,7 @@ whether it sounds finished.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 from app.clock import Clock
@@ -17,13 +18,18 @@ from app.conversation.listener import RATE, Listener
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled, Transcriber
+from app.conversation.turn import Turn
 from app.conversation.turn_judge import silence_ms
+from app.errors import RecognitionError
 from app.observe.trace import TurnTrace
 from audio.asr_agreement import rest_after
+from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded, VoiceEvent
 from audio.frame import Samples
 from audio.voice_end import find_voice_end
 from llm_core import ChatMessage
+
+log = logging.getLogger(__name__)
 
 # Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
 _MAX_BUFFER_S = 300.0
@@ -39,6 +45,25 @@ class HeardTurn:
     trace: TurnTrace
     settling: asyncio.Task[Settled]
     told: str
+
+    async def settle(self, clock: Clock) -> RecognitionError | None:
+        """Wait for the words: item and trace have them then, or the error is returned."""
+        part, trace = self.item.content[0], self.trace
+        try:
+            settled = await self.settling
+        except Exception as caught:
+            error = caught
+            if not isinstance(error, RecognitionError):
+                log.error("speech recognition failed", exc_info=error)
+                error = RecognitionError("internal error; the server's log has the details")
+            part.text = ""
+            trace.mark("asr_final", clock.now_ns())
+            trace.end("failed", clock.now_ns(), error.code)
+            return error
+        part.text = settled.transcript.text
+        trace.mark("asr_final", settled.at_ns)
+        trace.note_transcript(settled.transcript)
+        return None
 
 
 class Hearing:
@@ -97,10 +122,10 @@ class Hearing:
         self._told += new
         return new
 
-    @property
-    def told(self) -> str:
-        """The stable words that were taken."""
-        return self._told
+    def means_to_stop(self, answer: Turn | None, words: str | None = None) -> bool:
+        """Whether ``words`` (None: those taken so far) are meant to stop ``answer``."""
+        reply = answer.text if answer is not None else ""
+        return means_to_stop(self._told if words is None else words, reply)
 
     def take_prompt(self) -> str:
         """The stable words, if enough have come since the last time to be worth reading; or ""."""
@@ -166,6 +191,8 @@ class Hearing:
         voiced_len = (end if last_voiced is None else last_voiced) - start
         trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
         trace.mark("endpoint", now_ns)
+        if self._services.settings.record:
+            trace.record(samples, voiced_len)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
         listener.forget(end)

@@ -5,8 +5,9 @@ history   what is kept = text whose audio lies wholly in [0, heard)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from app.conversation.events import Item, ToolCall
 from app.errors import ClientError
@@ -176,12 +177,17 @@ class History:
             return said
         return [ChatMessage("system", instructions, tools=tools), *said]
 
-    def forget_oldest(self, num_messages: int) -> None:
-        """Leave the oldest ``num_messages`` out of ``messages`` from now on.
+    def forget_oldest(self, dropped: Sequence[ChatMessage]) -> None:
+        """Leave out of ``messages`` from now on what a prompt had no room for.
 
-        The cut stays where it is, so that the prompts to come share their beginning.
+        ``dropped``: the oldest messages behind those of the system, which are kept. The cut stays
+        where it is, so that the prompts to come share their beginning. What does not begin so any
+        more (a client has deleted an item meanwhile) is not touched.
         """
-        for _, entries in self._told()[: max(0, num_messages)]:
+        told = dropwhile(lambda pair: pair[0].role == "system", self._told())
+        for (message, entries), gone in zip(told, dropped, strict=False):
+            if message != gone:
+                return
             for entry in entries:
                 entry.is_forgotten = True
 
@@ -245,24 +251,6 @@ class History:
             code=f"item_{verb}_invalid_{param}",
             param=param,
         )
-
-
-def shortened(messages: list[ChatMessage], ratio: float = 0.5) -> list[ChatMessage] | None:
-    """The instructions and the newest messages, about ``ratio`` of the characters.
-
-    None: it cannot be shorter. Half, not just enough: the next turns have room too, and a beginning
-    that stays the same.
-    """
-    first = 1 if messages and messages[0].role == "system" else 0
-    kept = messages[first:]
-    target = int(sum(len(message.content) for message in kept) * ratio)
-    while len(kept) > 1 and (
-        len(kept) == len(messages) - first
-        or sum(len(message.content) for message in kept) > target
-        or kept[0].role == "tool"
-    ):
-        kept = kept[1:]
-    return messages[:first] + kept if len(kept) < len(messages) - first else None
 
 
 def without_tools(messages: list[ChatMessage]) -> list[ChatMessage]:

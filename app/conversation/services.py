@@ -6,11 +6,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from app.config import Settings
+from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
-from app.observe.trace import TraceStore
+from app.observe.metrics import Metrics
+from app.observe.writer import TraceWriter
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 from llm_core import EngineClient
@@ -20,6 +22,7 @@ from llm_core import EngineClient
 class Services:
     """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
 
+    ``filler``: what the budget's policy of that name says; None when it is off.
     ``tools``: Python functions that the model may call.
     """
 
@@ -29,7 +32,9 @@ class Services:
     synthesizer: Synthesizer
     vad: VadModel
     workers: Executor
-    traces: TraceStore
+    traces: TraceWriter
+    metrics: Metrics
     loop_lag: LoopLag
     settings: Settings
+    filler: Filler | None = None
     tools: ToolBox = field(default_factory=ToolBox)

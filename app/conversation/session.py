@@ -45,10 +45,9 @@ from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
-from app.errors import ClientError, RecognitionError
-from app.logging_setup import speech_field, turn_id
+from app.errors import ClientError
+from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
-from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
@@ -86,10 +85,8 @@ class Session:
         self._turn_task: asyncio.Task[None]
         self._last_turn: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ahead = Ahead()
-        self._num_commits = 0
-        self._last_audio_ns = 0
-        self._idle = IdleWatch()
+        self._ahead, self._idle = Ahead(), IdleWatch()
+        self._num_commits = self._last_audio_ns = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
@@ -127,6 +124,8 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._turn is not None:  # its task may have been cancelled before its first step
             await self._turn.discard()
+            if self._turn.trace.end_if_open(self._clock.now_ns()):
+                self._services.traces.add(self._turn.trace.to_dict())
         await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
@@ -160,13 +159,13 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and means_to_stop(self._hearing.told, self._reply):
+        if new and self._dialog.is_held and self._hearing.means_to_stop(self._turn):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
         if self._ahead.is_idle and (words := self._hearing.take_prompt()):
             said = [*self._prompt(), ChatMessage("user", words)]
-            self._ahead.do(warm(self._services.engine, said))
+            self._ahead.do(warm(self._services.engine, self.config, said))
 
     async def commit_audio(self) -> None:
         """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
@@ -213,7 +212,7 @@ class Session:
 
     @property
     def history(self) -> History:
-        """The conversation so far."""
+        """All items."""
         return self._history
 
     def get_item(self, item_id: str) -> Item:
@@ -274,16 +273,14 @@ class Session:
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
                 self._turn.hold()
-                self._hearing.note_silence()
+                await self._silence(may_go_on=True)
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._spawn(self._turn.release())
             case floor.DropSpeech():
                 await self._drop_speech()
             case floor.CutPlayback():
-                if self._last_turn is not None:
-                    self._last_turn.cut_to_heard()
-                    await self._sink(PlaybackCut())
+                await self._cut_playback()
             case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
@@ -302,7 +299,7 @@ class Session:
         start_ms = self._hearing.begin(start_sample)
         await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._ahead.do(warm(self._services.engine, self._prompt()))
+        self._ahead.do(warm(self._services.engine, self.config, self._prompt()))
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
@@ -314,12 +311,19 @@ class Session:
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.stop(reason)
-            await self._sink(PlaybackCut())
-            self._hearing.note_silence()
+            await self._silence()
             await asyncio.wait([self._turn_task])
-        elif self._last_turn is not None:  # it has just ended by itself, but may still sound
+        else:
+            await self._cut_playback()
+
+    async def _cut_playback(self) -> None:
+        if self._last_turn is not None:  # it has just ended by itself, but may still sound
             self._last_turn.cut_to_heard()
-            await self._sink(PlaybackCut())
+            await self._silence()
+
+    async def _silence(self, *, may_go_on: bool = False) -> None:
+        self._hearing.note_silence()
+        await self._sink(PlaybackCut(may_go_on))
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         heard = self._hearing.take(heard_end, self.id)
@@ -341,22 +345,11 @@ class Session:
     async def _settle(self, heard: HeardTurn, commit: int) -> None:
         item, trace = heard.item, heard.trace
         part = item.content[0]
-        try:
-            settled = await heard.settling
-        except Exception as caught:
-            error = caught
-            if not isinstance(error, RecognitionError):
-                log.error("speech recognition failed", exc_info=error)
-                error = RecognitionError("internal error; the server's log has the details")
-            part.text = ""
-            trace.mark("asr_final", self._clock.now_ns())
+        if error := await heard.settle(self._clock):
+            self._services.traces.add(trace.to_dict())
             await self._sink(TranscriptionFailed(item.id, error.code, error.message))
-        else:
-            part.text = trace.transcript = settled.transcript.text
-            trace.mark("asr_final", settled.at_ns)
-            trace.facts["asr_ms"] = settled.transcript.took_ms
-            if self.config.transcribe:
-                await self._tell_transcript(item.id, part, heard.told)
+        elif self.config.transcribe:
+            await self._tell_transcript(item.id, part, heard.told)
         # Of turns in quick succession only the last one is answered (with all that was said).
         if commit == self._num_commits:
             self._heard = trace
@@ -384,6 +377,8 @@ class Session:
             turn.trace.join(heard)
         else:
             turn.trace.begin_typed(self._clock.now_ns())
+            if self._services.settings.record:
+                turn.trace.record()
         turn.trace.facts.update(self._ahead.take_wasted())
         turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
         turn.on_audio_started = partial(self._on_audio_started, turn)
@@ -413,7 +408,12 @@ class Session:
 
     async def _run_turn(self, turn: Turn) -> None:
         turn_id.set(turn.trace.turn_id)
-        await turn.run()
+        try:
+            await turn.run()
+        finally:
+            # Also of a turn that the end of the call cuts short.
+            traced = turn.trace.to_dict()
+            self._services.traces.add(traced, turn.trace.audio)
         actions: list[floor.Action] = []
         # A stopped turn has given up the floor already; another one may have it by now. The floor
         # is free before the client hears of the end, so that it may ask again at once.
@@ -421,21 +421,13 @@ class Session:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
         await self._sink(ResponseDone(turn.response))
-        traced = turn.trace.to_dict()
-        self._services.traces.add(traced)
-        self._log_turn(traced)
+        log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self.config.send_traces:
             await self._sink(TurnTraced(traced))
         if actions:  # else whoever stopped this turn holds the floor and waits for us
             async with self._floor:
                 for action in actions:
                     await self._perform(action)
-
-    def _log_turn(self, traced: dict[str, Any]) -> None:
-        extra = {name: traced[name] for name in ("outcome", "voice_to_voice_ms", "stages_ms")}
-        for name in ("transcript", "reply"):
-            extra |= speech_field(self._services.settings, name, traced[name])
-        log.info("turn ended", extra=extra)
 
     def _on_audio_started(self, turn: Turn) -> None:
         if self._turn is turn:
@@ -448,7 +440,9 @@ class Session:
         services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(floor.InterruptionJudged(means_to_stop(words, self._reply)))
+            await self._feed(
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._turn, words))
+            )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
@@ -466,13 +460,9 @@ class Session:
             if wanted and services.load.may_speculate():
                 await self._ahead.hold(self._make_turn(ResponseRequest(), said))
                 return
-        await warm(services.engine, said)
+        await warm(services.engine, self.config, said)
 
     # --- helpers ---
-
-    @property
-    def _reply(self) -> str:
-        return self._turn.text if self._turn is not None else ""
 
     def _prompt(self) -> list[ChatMessage]:
         return ResponseRequest().messages(self._history, self.config, self._services.tools)

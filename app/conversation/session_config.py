@@ -61,6 +61,7 @@ class SessionConfig:
     ``max_output_tokens`` None: the server's default. ``turn_detection`` None: the client commits
     the audio itself. ``speed`` is a factor on the speaking rate. ``transcribe``: send the caller's
     transcript to the client (it is made in any case). ``language`` None: the model decides.
+    ``budget_ms`` None: the server's budget from the end of the voice to the first audible sample.
     ``noise_reduction``: the caller's microphone, as far as the client wants its noise reduced.
     ``tools`` are the client's; ``server_tools``: which of the server's own the model may call, None
     for all. ``parallel_tool_calls``: one reply of the model may hold several calls.
@@ -85,3 +86,4 @@ class SessionConfig:
     language: str | None = None
     transcription_prompt: str | None = None
     send_traces: bool = False
+    budget_ms: int | None = None

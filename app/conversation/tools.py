@@ -149,6 +149,10 @@ class ToolBox:
             raise ConfigError(f"PARLEY_TOOLS: {module_name!r} has no function marked with @tool")
         return cls(found[name] for name in wanted)
 
+    def plus(self, *tools: ServerTool) -> ToolBox:
+        """These tools and ``tools``. Raises ConfigError when a name is there twice."""
+        return ToolBox((*self._tools.values(), *tools))
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of all tools."""

@@ -20,26 +20,27 @@ from typing import Literal
 import numpy as np
 
 from app.clock import Clock
+from app.conversation.asking import Asking
+from app.conversation.budget import BudgetedChunker, TurnBudget
 from app.conversation.calling import Calling
 from app.conversation.events import Response, ResponseStarted, ResponseUsage, Sink
-from app.conversation.history import History, shortened, without_tools
+from app.conversation.history import History, without_tools
+from app.conversation.outcome import outcome_of
 from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tools import Outcome, choice_after_results
-from app.errors import GenerationError, ServiceError, SynthesisError
+from app.errors import ServiceError, SynthesisError, TurnTimeoutError
 from app.observe.trace import TurnTrace
 from audio.errors import AudioError
 from audio.frame import Samples
 from audio.resample import StreamResampler
-from audio.text import ClauseChunker, SpokenText
+from audio.text import SpokenText
 from llm_core import (
     ChatMessage,
     FirstToken,
     GenerationDone,
     GenerationEvent,
-    LlmError,
-    PromptTooLongError,
     SamplingParams,
     TextDelta,
 )
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # Audible: above -50 dB of full scale. The first such sample ends the caller's wait.
 _AUDIBLE = 0.003
+# By then it is judged whether a voice over the answer was meant to stop it.
+_HOLD_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,11 @@ class Turn:
         self._clock = clock
         self._sink = sink
         self._history = history
-        self._prefilled = prefilled
         self._speaks = response.modality == "audio"
+        self._budget = TurnBudget.of(services.settings, config, trace)
+        self._asking = Asking(services, config, clock, trace, self._budget, prefilled)
+        self._num_samples = 0  # of speech made, sent or not
+        self._has_words = False  # the answer has begun, fillers aside
         self._output = Output(
             response,
             history,
@@ -133,11 +139,14 @@ class Turn:
                 self.start()
             await self._sink(ResponseStarted(self.response))
             self._released.set()
+            self._tell_deadline()
             await self._work_until_end()
             await self._tell_end()
         finally:
             if not self.has_ended:  # the sink failed, or the task was cancelled in it
                 await self.discard()
+            if not self.trace.outcome:  # the call ended in the middle of the answer
+                self._complete_trace()
 
     async def _work_until_end(self) -> None:
         try:
@@ -172,9 +181,11 @@ class Turn:
         """Silence now; the answer may go on where it stopped."""
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
         self._output.hold()
+        self._tell_deadline(_HOLD_S)
 
     async def release(self) -> None:
         """Go on where the answer stopped. Returns when it has caught up."""
+        self._tell_deadline()
         await self._output.release()
 
     @property
@@ -192,9 +203,18 @@ class Turn:
         texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
         clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
         async with asyncio.TaskGroup() as stages:
+            expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
             stages.create_task(self._voice(texts, clauses))
-            stages.create_task(self._present(clauses))
+            await stages.create_task(self._present(clauses))
+            expiry.cancel()
+
+    async def _expire(self) -> None:
+        """A stage that hangs must not leave the caller in silence for ever."""
+        timeout_s = self._services.settings.turn_timeout_s
+        await self._clock.sleep(timeout_s)
+        if not self._has_words and not any(item.call for item in self.response.output):
+            raise TurnTimeoutError(f"there was no answer within {timeout_s:g} s")
 
     async def _think(self, texts: asyncio.Queue[_Piece | None]) -> None:
         """The model's words, in the pieces in which they will be presented.
@@ -235,15 +255,18 @@ class Turn:
         texts: asyncio.Queue[_Piece | None],
     ) -> None:
         """One reply of the model: its words to ``texts``, its calls to ``calling``."""
-        spoken_text, chunker = SpokenText(), ClauseChunker()
+        spoken_text, chunker = SpokenText(), BudgetedChunker(self._budget)
 
         async def take(text: str) -> None:
-            pieces = chunker.feed(spoken_text.feed(text)) if self._speaks else [text]
+            pieces = [text]
+            if self._speaks:
+                pieces = chunker.feed(spoken_text.feed(text), self._clock.now_ns())
             await self._put_texts(texts, pieces, calling)
 
         async def take_rest() -> None:
             """Nothing is said behind a call that was meant before it."""
-            pieces = [*chunker.feed(spoken_text.flush()), *chunker.flush()]
+            now_ns = self._clock.now_ns()
+            pieces = [*chunker.feed(spoken_text.flush(), now_ns), *chunker.flush(now_ns)]
             await self._put_texts(texts, pieces, calling)
 
         async with aclosing(self._generate(messages, calling)) as events:
@@ -281,10 +304,9 @@ class Turn:
         await texts.put(_Piece(filler, part, is_filler=True))
         await texts.put(_Piece("", part, is_last=True, is_filler=True))
 
-    async def _generate(
+    def _generate(
         self, messages: list[ChatMessage], calling: Calling
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """The model's reply; drops the oldest messages until the prompt fits the context."""
         settings = self._services.settings
         max_tokens = self.response.max_output_tokens or settings.max_reply_tokens
         params = SamplingParams(
@@ -294,32 +316,20 @@ class Turn:
             repetition_penalty=settings.repetition_penalty,
             guide=calling.guide,
         )
-        num_messages = len(messages)
-        ratio = self.config.retention_ratio
-        self.trace.mark("llm_submit", self._clock.now_ns())
-        await self._wait_for_prefill()
-        while True:
-            if calling.part == 0:
-                self.trace.facts["dropped_messages"] = num_messages - len(messages)
-            try:
-                async with aclosing(self._services.engine.generate(messages, params)) as events:
-                    with self._services.load.generating():
-                        async for event in events:
-                            yield event
-                return
-            except PromptTooLongError as error:
-                shorter = None if ratio == 0 else shortened(messages, ratio or 0.5)
-                if shorter is None:
-                    raise GenerationError(str(error), code=error.code) from error
-                messages = shorter
-            except LlmError as error:
-                raise GenerationError(str(error), code=error.code) from error
+        return self._asking.events(messages, params)
 
-    async def _wait_for_prefill(self) -> None:
-        """The prompt is being read already; asking beside it would read it twice."""
-        if self._prefilled is not None and not self._prefilled.done():
-            self.trace.mark("llm_scheduled", self._clock.now_ns())
-            await asyncio.wait([self._prefilled])
+    def _tell_deadline(self, pause_s: float = 0.0) -> None:
+        """Tell the engine when the next words are needed: at first as the budget has it, then when
+        the caller has heard all that was made, ``pause_s`` from now at the earliest."""
+        if not self._released.is_set():
+            return  # perhaps nobody will hear it
+        deadline_ns = self._budget.first_token_deadline_ns
+        if self._num_samples:
+            now_ns, playout = self._clock.now_ns(), self._output.playout
+            unsent_s = max(0, self._num_samples - playout.sent_samples) / playout.rate
+            in_hand_s = pause_s + playout.remaining_s(now_ns) + unsent_s
+            deadline_ns = now_ns + int(in_hand_s * 1e9) - self._budget.behind_first_token_ns
+        self._asking.needed_by(deadline_ns)
 
     async def _voice(
         self, texts: asyncio.Queue[_Piece | None], clauses: asyncio.Queue[Clause | None]
@@ -333,9 +343,13 @@ class Turn:
                 samples, resampler = resampler.flush(), StreamResampler(own_rate, rate)
             elif self._speaks:
                 job = partial(self._synthesize, piece.text, resampler)
+                begun_ns = self._clock.now_ns()
                 samples = await loop.run_in_executor(self._services.workers, job)
+                self.trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
             if len(samples):
                 self.trace.mark("tts_first_audio", self._clock.now_ns())
+                self._num_samples += len(samples)
+                self._tell_deadline()
             await clauses.put(
                 Clause(piece.text, samples, piece.part, piece.is_last, piece.is_filler)
             )
@@ -351,21 +365,49 @@ class Turn:
 
     async def _present(self, clauses: asyncio.Queue[Clause | None]) -> None:
         """Show and play, once it is certain that the answer is wanted."""
-        clause = await clauses.get()
-        await self._released.wait()
-        self._history.forget_oldest(self.trace.facts.get("dropped_messages", 0))
+        first = asyncio.create_task(clauses.get())
+        try:
+            await self._released.wait()
+            if bridge := await self._bridge(first):
+                await self._output.say(bridge)
+            clause = await first
+        finally:
+            first.cancel()
+        self._budget.answered(self._clock.now_ns())
+        self._has_words = True
+        self._history.forget_oldest(self._asking.dropped)
         while clause is not None:
             await self._output.say(clause)
             clause = await clauses.get()
         await self._output.say_nothing()
 
+    async def _bridge(self, first: asyncio.Task[Clause | None]) -> Clause | None:
+        """What is said when the budget is all but spent and there is no clause yet."""
+        filler, wait_s = self._services.filler, self._budget.bridge_wait_s(self._clock.now_ns())
+        if filler is None or wait_s is None or not self._speaks:
+            return None
+        sleeping = asyncio.create_task(self._clock.sleep(wait_s))
+        try:
+            await asyncio.wait({first, sleeping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
+        if first.done():
+            return None
+        self._budget.bridged(self._clock.now_ns())
+        samples = filler.samples(self.config.output_format.rate)
+        self._num_samples += len(samples)
+        return Clause(filler.text, samples, part=-1, is_last=True, is_filler=True)
+
     # --- notes ---
 
     def _note_first_token(self, event: FirstToken) -> None:
-        self.trace.mark("llm_scheduled", event.scheduled_ns)
-        self.trace.mark("llm_first_token", event.first_token_ns)
-        self.trace.facts.setdefault("prompt_tokens", event.prompt_tokens)
-        self.trace.facts.setdefault("cached_tokens", event.cached_tokens)
+        self.trace.note_first_token(
+            received_ns=event.received_ns,
+            scheduled_ns=event.scheduled_ns,
+            first_token_ns=event.first_token_ns,
+            prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
+        )
         past = self._past_usage = self.response.usage
         self.response.usage = ResponseUsage(
             past.input_tokens + event.prompt_tokens,
@@ -381,8 +423,12 @@ class Turn:
 
     def _note_done(self, event: GenerationDone) -> None:
         self._note_tokens(event.usage.completion_tokens)
-        self.trace.facts["finish_reason"] = event.finish_reason
-        self.trace.facts["llm_steps"] = self.trace.facts.get("llm_steps", 0) + event.num_steps
+        self.trace.note_generated(
+            num_tokens=self.response.usage.output_tokens,
+            num_steps=event.num_steps,
+            finish_reason=event.finish_reason,
+            finished_ns=event.finished_ns,
+        )
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"
 
@@ -396,6 +442,8 @@ class Turn:
             self.on_audio_started()
             return
         self.on_sound(chunk, self.config.output_format.rate, sounds_ns)
+        if self.trace.audio is not None:
+            self.trace.audio.add_reply(chunk, self.config.output_format.rate, sounds_ns)
         if "first_audio_sent" in self.trace.instants:
             return
         audible = np.flatnonzero(np.abs(chunk) >= _AUDIBLE)
@@ -433,15 +481,13 @@ class Turn:
         self._complete_trace()
 
     def _complete_trace(self) -> None:
-        self.trace.reply = self._output.text
-        start_ns = min(self.trace.instants.values(), default=0)
+        trace = self.trace
+        trace.reply = self._output.text
+        start_ns = min(trace.instants.values(), default=0)
         for percent, name in ((99, "loop_lag_p99_ms"), (100, "loop_lag_max_ms")):
-            self.trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
-        self.trace.facts["playout_gap_ms"] = self._output.playout.gap_ns / 1e6
-        self.trace.facts["reply_audio_s"] = self._output.audio_s
-        self.trace.outcome = {
-            "completed": "answered" if self.trace.reply.strip() else "silent",
-            "incomplete": "incomplete",
-            "cancelled": "interrupted" if self.response.reason == "turn_detected" else "cancelled",
-            "failed": "failed",
-        }[self.response.status]
+            trace.facts[name] = self._services.loop_lag.percentile_ms(percent, start_ns)
+        trace.facts["playout_gap_ms"] = self._output.playout.gap_ns / 1e6
+        trace.facts["reply_audio_s"] = self._output.audio_s
+        trace.end(
+            outcome_of(self.response, trace.reply), self._clock.now_ns(), self.response.reason or ""
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from contextlib import aclosing
 
 from app.conversation.services import Services
@@ -17,12 +18,20 @@ from audio import turn_end
 from audio.frame import Samples
 from audio.prosody import Prosody, measure_end
 from audio.voice_end import find_voice_end
-from llm_core import ChatMessage, EngineClient, LlmError, SamplingParams, TextDelta
+from llm_core import (
+    ChatMessage,
+    EngineClient,
+    LlmError,
+    OptionFields,
+    RequestTimeoutError,
+    SamplingParams,
+    TextDelta,
+)
 
 log = logging.getLogger(__name__)
 
 # Later than this the answer does not help: the wait is decided without it.
-_TIMEOUT_S = 0.25
+_TIMEOUT_S = 0.4
 _MARKS = " .?!,;:-\u2013\u2014\u2026"
 # Control tokens have no bytes; after a message's text only its end is likely.
 _ENDS = frozenset((b".", b"?", b"!", b""))
@@ -74,14 +83,19 @@ async def end_of_turn_logprob(
         return None
     try:
         async with asyncio.timeout(timeout_s):
-            events = engine.generate([*messages[:-1], bare], _ASK)
+            options = OptionFields(
+                deadline_ns=time.monotonic_ns() + int(timeout_s * 1e9),
+                timeout_ms=int(timeout_s * 1000),
+                overflow="drop_oldest",
+            )
+            events = engine.generate([*messages[:-1], bare], _ASK, **options)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, TextDelta) and event.logprobs:
                         top = event.logprobs[0].top
                         ends = sum(math.exp(t.logprob) for t in top if t.token in _ENDS)
                         return math.log(max(ends, 1e-6))
-    except TimeoutError:
+    except (TimeoutError, RequestTimeoutError):
         log.info("the model did not judge the end of the turn in time")
     except LlmError as error:
         # Only a sign is missing; the turn itself meets the same error and reports it.

@@ -18,7 +18,8 @@ from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from app.errors import ServiceError
-from app.observe.trace import TraceStore
+from app.observe.store import TraceStore
+from app.observe.writer import TraceWriter
 from audio.codecs import PCM16_24K, encode
 
 
@@ -31,7 +32,8 @@ async def warm_up(services: Services) -> None:
         if isinstance(event, ResponseDone):
             answered.set_result(event.response)
 
-    unseen = replace(services, traces=TraceStore(1))
+    # Its queue is never emptied: the turn is forgotten with it.
+    unseen = replace(services, traces=TraceWriter(TraceStore.in_memory(1)))
     config = SessionConfig(services.settings.instructions, turn_detection=None)
     session = Session(unseen, config, sink)
     noise = np.random.default_rng(0).normal(0.0, 0.01, PCM16_24K.rate // 2).astype(np.float32)

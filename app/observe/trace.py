@@ -1,13 +1,37 @@
-"""The trace of a turn: its instants, where its time went, and what it cost."""
+"""The trace of a turn: its instants, where its time went, and what it cost.
+
+``TurnTrace.to_dict`` is the one record of a turn, from which everything else is made: the event
+that a client gets, the rows of the store, the metrics, the spans. ``FACTS`` names what it may hold
+beside the instants.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from app.observe.turn_audio import TurnAudio
+
+if TYPE_CHECKING:
+    from audio.asr import Transcript
+    from audio.frame import Samples
+
+TurnOutcome = Literal[
+    "answered", "silent", "interrupted", "cancelled", "failed", "timed_out", "incomplete"
+]
+OUTCOMES: tuple[TurnOutcome, ...] = (
+    "answered",
+    "silent",
+    "interrupted",
+    "cancelled",
+    "failed",
+    "timed_out",
+    "incomplete",
+)
 
 # In the order in which a turn passes them (architecture.md, Clocks).
-INSTANTS = (
+PATH_INSTANTS = (
     "speech_end",
     "endpoint",
     "asr_final",
@@ -18,6 +42,42 @@ INSTANTS = (
     "tts_first_audio",
     "first_audio_sent",
 )
+# A client may report when it played the first audible sample; `ended` closes every record.
+INSTANTS = (*PATH_INSTANTS, "first_audio_played", "ended")
+
+# What a record may say beside its instants. All of it is optional: a turn that failed early knows
+# less. Times are milliseconds.
+FACTS = {
+    "asr_ms": "the recogniser's work on the words that were used",
+    "asr_audio_s": "audio that was transcribed",
+    "asr_avg_logprob": "mean log probability of its tokens",
+    "asr_fallbacks": "runs beyond the first",
+    "queue_wait_ms": "in the engine, from its receipt of the request to its first work on it",
+    "prompt_tokens": "prompt length",
+    "cached_tokens": "of it, found in the KV cache",
+    "computed_tokens": "of it, computed for this turn",
+    "completion_tokens": "generated",
+    "llm_steps": "steps of the engine for it",
+    "ttft_ms": "from the submission to the first token",
+    "tpot_ms": "per token after the first",
+    "finish_reason": "why the model stopped",
+    "dropped_messages": "oldest messages left out, for the context was too short",
+    "downgrades": "what the engine gave up to be in time: turns but the last, or the length",
+    "ahead_ms": "how long before its request the answer had been begun",
+    "filler": "what was said while a tool ran",
+    "tool_calls": "functions that the model called",
+    "tool_ms": "waited for them",
+    "tts_ms": "the voice's work, all clauses",
+    "tts_first_ms": "of it, the first clause",
+    "tts_clauses": "clauses spoken",
+    "reply_audio_s": "audio sent",
+    "playout_gap_ms": "silence inside the reply because audio came too late",
+    "wasted_transcripts": "early transcripts that were for nothing since the last turn",
+    "wasted_answers": "answers begun for nothing since the last turn",
+    "wasted_tokens": "tokens of those",
+    "loop_lag_p99_ms": "lateness of the event loop during the turn",
+    "loop_lag_max_ms": "its maximum",
+}
 
 # Each stage ends at the instant beside it. `queue` is all the waiting between the words and the
 # first work of the model on them.
@@ -32,40 +92,63 @@ STAGES = (
 )
 
 
-def attribute_ns(instants: dict[str, int]) -> dict[str, int]:
-    """Give every nanosecond from ``speech_end`` to ``first_audio_sent`` to exactly one stage.
+def attribute_us(instants_us: dict[str, int]) -> dict[str, int]:
+    """Give every microsecond from ``speech_end`` to ``first_audio_sent`` to exactly one stage.
 
     Stages may overlap (a transcript is tried before the end of the turn is decided). The frontier
     only moves forward: a stage that was over before the frontier reached it cost the caller
     nothing. The parts add up to the whole exactly, because the last instant closes the sum.
     """
-    start, end = instants["speech_end"], instants["first_audio_sent"]
+    start, end = instants_us["speech_end"], instants_us["first_audio_sent"]
     frontier = start
     parts = {}
     for stage, instant in STAGES:
-        reached = min(max(frontier, instants.get(instant, frontier)), end)
+        reached = min(max(frontier, instants_us.get(instant, frontier)), end)
         parts[stage] = reached - frontier
         frontier = reached
     return parts
 
 
 @dataclass(slots=True)
+class BudgetAction:
+    """Something that was done because a turn was late.
+
+    ``stage`` is the one furthest over its target, ``at_ms`` when, ``overspent_ms`` by how much the
+    turn was late. ``saved_ms``: how much earlier the first clause was complete, or the first sound
+    was heard; None: not known, the turn ended before.
+    """
+
+    policy: str
+    stage: str
+    at_ms: float
+    overspent_ms: float
+    saved_ms: float | None = None
+
+
+@dataclass(slots=True)
 class TurnTrace:
     """Collected while the turn runs. Instants are monotonic nanoseconds.
 
-    ``outcome``: answered, interrupted, cancelled, incomplete, failed, or silent (nothing to say).
-    ``spoken``: the turn was spoken (typed turns have no voice-to-voice).
+    ``outcome`` is "" until ``end``; silent: there was nothing to say. ``reason``: the error code
+    or what stopped the turn. ``spoken``: by the caller (typed turns have no voice-to-voice).
+    ``ended_at_ms`` is wall time, Unix milliseconds.
     """
 
     turn_id: str
     session_id: str
     response_id: str = ""
     spoken: bool = False
-    outcome: str = ""
+    outcome: TurnOutcome | Literal[""] = ""
+    reason: str = ""
+    ended_at_ms: int = 0
     transcript: str = ""
     reply: str = ""
     instants: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    budget_ms: float | None = None
+    stage_budgets_ms: dict[str, float] = field(default_factory=dict)
+    actions: list[BudgetAction] = field(default_factory=list)
+    audio: TurnAudio | None = None
 
     def mark(self, instant: str, at_ns: int) -> None:
         """Note an instant; the first time counts."""
@@ -78,10 +161,89 @@ class TurnTrace:
         for instant in ("speech_end", "endpoint", "asr_final"):
             self.mark(instant, at_ns)
 
+    def record(self, caller: Samples | None = None, speech_end_sample: int = 0) -> None:
+        """Keep the turn's sound. ``caller``: float32 [n] at 16 kHz; none when it was typed."""
+        self.audio = TurnAudio(self.instants["speech_end"])
+        if caller is not None:
+            self.audio.caller, self.audio.speech_end_sample = caller, speech_end_sample
+
+    def note_transcript(self, words: Transcript) -> None:
+        """What the recogniser says of its work on the words that are used."""
+        self.transcript = words.text
+        self.facts |= {
+            "asr_ms": words.took_ms,
+            "asr_audio_s": words.audio_s,
+            "asr_avg_logprob": words.avg_logprob,
+            "asr_fallbacks": words.num_fallbacks,
+        }
+
+    def note_first_token(
+        self,
+        *,
+        received_ns: int,
+        scheduled_ns: int,
+        first_token_ns: int,
+        prompt_tokens: int,
+        cached_tokens: int,
+    ) -> None:
+        """What the engine says with the first token. Of several requests the first one counts."""
+        submitted_ns = self.instants.get("llm_submit", received_ns)
+        self.mark("llm_scheduled", scheduled_ns)
+        self.mark("llm_first_token", first_token_ns)
+        self.facts = {
+            "queue_wait_ms": max(0, scheduled_ns - received_ns) / 1e6,
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": cached_tokens,
+            "computed_tokens": max(0, prompt_tokens - cached_tokens),
+            "ttft_ms": max(0, first_token_ns - submitted_ns) / 1e6,
+        } | self.facts
+
+    def note_generated(
+        self, *, num_tokens: int, num_steps: int, finish_reason: str, finished_ns: int
+    ) -> None:
+        """What the engine says with the last token of a request; ``num_tokens`` of the answer."""
+        self.facts["completion_tokens"] = num_tokens
+        self.facts["finish_reason"] = finish_reason
+        self.facts["llm_steps"] = self.facts.get("llm_steps", 0) + num_steps
+        first_ns = self.instants.get("llm_first_token")
+        if first_ns is not None and num_tokens > 1 and "tpot_ms" not in self.facts:
+            self.facts["tpot_ms"] = max(0, finished_ns - first_ns) / 1e6 / (num_tokens - 1)
+
+    def note_clause_spoken(self, took_ns: int) -> None:
+        """The voice has finished a clause."""
+        took_ms = took_ns / 1e6
+        self.facts.setdefault("tts_first_ms", took_ms)
+        self.facts["tts_clauses"] = self.facts.get("tts_clauses", 0) + 1
+        self.facts["tts_ms"] = self.facts.get("tts_ms", 0.0) + took_ms
+
+    def end(self, outcome: TurnOutcome, at_ns: int, reason: str = "") -> None:
+        """Close the record.
+
+        Audio is marked with the instant at which it sounds, a little after it is sent. If that is
+        still to come, it counts for a turn whose audio plays on, and not for one that was stopped:
+        nobody heard it.
+        """
+        self.outcome, self.reason = outcome, reason
+        was_stopped = outcome in ("interrupted", "cancelled")
+        if was_stopped and self.audio is not None:
+            self.audio.stopped_ns = at_ns
+        if was_stopped and self.instants.get("first_audio_sent", at_ns) > at_ns:
+            del self.instants["first_audio_sent"]
+        self.mark("ended", max([at_ns, *self.instants.values()]))
+        self.ended_at_ms = (time.time_ns() + self.instants["ended"] - at_ns) // 1_000_000
+
+    def end_if_open(self, at_ns: int) -> bool:
+        """Close the record of a turn that never ran; False when it is closed already."""
+        if self.outcome:
+            return False
+        self.end("cancelled", at_ns)
+        return True
+
     def join(self, heard: TurnTrace) -> None:
         """Take over what is known of the caller's side of the turn."""
         self.spoken = heard.spoken
         self.transcript = heard.transcript
+        self.audio = heard.audio
         for instant, at_ns in heard.instants.items():
             self.mark(instant, at_ns)
         self.facts.update(heard.facts)
@@ -92,45 +254,48 @@ class TurnTrace:
         A typed turn starts when the response is requested; ``time_to_first_audio_ms`` counts from
         the end of the turn (spoken: the endpoint) and exists for both.
         """
-        # Microseconds first: parts and whole are sums of the same integers.
-        instants_us = {name: at // 1000 for name, at in self.instants.items()}
-        heard = "first_audio_sent" in instants_us and "speech_end" in instants_us
-        parts = attribute_ns(instants_us) if heard else {}
-        origin = instants_us.get("speech_end", min(instants_us.values(), default=0))
-        whole = instants_us["first_audio_sent"] - instants_us["speech_end"] if heard else None
+        origin_ns = self.instants.get("speech_end", min(self.instants.values(), default=0))
+        # Microseconds first: parts and whole are sums of the same integers. What was done before
+        # the turn began (an answer made in advance) has cost it nothing.
+        since_us = {name: max(0, at - origin_ns) // 1000 for name, at in self.instants.items()}
+        heard = "first_audio_sent" in since_us and "speech_end" in since_us
+        parts = attribute_us(since_us) if heard else {}
+        whole_us = since_us["first_audio_sent"] if heard else None
         since_end = None
-        if heard:
-            end_us = instants_us.get("endpoint", origin)
-            since_end = (instants_us["first_audio_sent"] - end_us) / 1000
+        if whole_us is not None:
+            since_end = (whole_us - since_us.get("endpoint", 0)) / 1000
+        facts = dict(self.facts)
+        if (submitted_ns := self.instants.get("llm_submit", origin_ns)) < origin_ns:
+            facts["ahead_ms"] = (origin_ns - submitted_ns) / 1e6
         return {
             "turn_id": self.turn_id,
             "session_id": self.session_id,
             "response_id": self.response_id,
+            "spoken": self.spoken,
             "outcome": self.outcome,
+            "reason": self.reason,
+            "ended_at_ms": self.ended_at_ms,
             "transcript": self.transcript,
             "reply": self.reply,
-            "voice_to_voice_ms": whole / 1000 if whole is not None and self.spoken else None,
+            "voice_to_voice_ms": whole_us / 1000 if whole_us is not None and self.spoken else None,
             "time_to_first_audio_ms": since_end,
             "stages_ms": {stage: us / 1000 for stage, us in parts.items()},
-            "instants_ms": {
-                name: (instants_us[name] - origin) / 1000
-                for name in INSTANTS
-                if name in instants_us
-            },
-            "facts": dict(self.facts),
+            "instants_ms": {name: since_us[name] / 1000 for name in INSTANTS if name in since_us},
+            "facts": facts,
+            "is_recorded": self.audio is not None,
+            "budget": self._budget(whole_us, parts) if self.spoken else None,
         }
 
-
-class TraceStore:
-    """The last turns, in memory. Overflow rule: the oldest is forgotten."""
-
-    def __init__(self, capacity: int) -> None:
-        self._turns: deque[dict[str, Any]] = deque(maxlen=capacity)
-
-    def add(self, turn: dict[str, Any]) -> None:
-        """Keep a finished turn (``TurnTrace.to_dict``)."""
-        self._turns.append(turn)
-
-    def recent(self, limit: int) -> list[dict[str, Any]]:
-        """The newest turns, newest first."""
-        return list(self._turns)[: -limit - 1 : -1]
+    def _budget(self, whole_us: int | None, parts_us: dict[str, int]) -> dict[str, Any] | None:
+        """Targets, by how much they were missed, and what was done about it; milliseconds."""
+        if self.budget_ms is None:
+            return None
+        targets = {**self.stage_budgets_ms, "total": self.budget_ms}
+        spent = {**parts_us, **({} if whole_us is None else {"total": whole_us})}
+        over = {name: spent[name] / 1000 - targets[name] for name in spent if name in targets}
+        return {
+            "target_ms": self.budget_ms,
+            "stages_ms": dict(self.stage_budgets_ms),
+            "misses_ms": {name: ms for name, ms in over.items() if ms > 0},
+            "actions": [asdict(action) for action in self.actions],
+        }

@@ -44,7 +44,7 @@ class WebSocketChannel:
         self._max_queued_bytes = max_queued_bytes
         self._max_queued_s = max_queued_s
         self._clock_s = clock_s
-        self._queue: deque[tuple[float, str]] = deque()
+        self._queue: deque[tuple[float, str | bytes]] = deque()
         self._queued_bytes = 0
         self._changed = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
@@ -82,8 +82,8 @@ class WebSocketChannel:
         data: bytes | None = message.get("bytes")
         return text if text is not None else data or b""
 
-    async def send(self, text: str) -> None:
-        """See ``EventChannel``."""
+    async def send(self, text: str | bytes) -> None:
+        """See ``EventChannel``; ``bytes`` become a binary message."""
         self._raise_if_closed()
         now_s = self._clock_s()
         waited_s = now_s - self._queue[0][0] if self._queue else 0.0
@@ -132,7 +132,10 @@ class WebSocketChannel:
                     await self._changed.wait()
                 # The message stays first in the queue while it is written: its age counts.
                 text = self._queue[0][1]
-                await self._websocket.send_text(text)
+                if isinstance(text, str):
+                    await self._websocket.send_text(text)
+                else:
+                    await self._websocket.send_bytes(text)
                 if self._queue:
                     self._queue.popleft()
                     self._queued_bytes -= len(text)

@@ -4,10 +4,12 @@
  * head: those heads are the rows of one small product. Keys are visited in chunks; the largest
  * score so far, the sum of weights and the weighted values are corrected from chunk to chunk
  * (Milakov and Gimelshein 2018; Dao et al. 2022), so scores of a whole context are never held.
+ * Chunks begin at multiples of CHUNK and all sums have one order, so a row's result does not depend
+ * on how many rows come with it: 8-bit activations would turn the least difference into a large one.
  */
 #include "parley.h"
 
-enum { CHUNK = 64, MAX_QUERIES = 48, FEW_QUERIES = 8 };
+enum { CHUNK = 64, MAX_QUERIES = 48 };
 
 /* Query rows of a call, so that rows * heads of a group stay within MAX_QUERIES. */
 int pn_attention_rows(int group_size) {
@@ -17,7 +19,7 @@ int pn_attention_rows(int group_size) {
 
 /* Floats of scratch of a call. A group larger than MAX_QUERIES is refused when a model is built. */
 int64_t pn_attention_scratch(int head_dim) {
-    return (int64_t)MAX_QUERIES * (2 * head_dim + CHUNK) + 3LL * CHUNK * head_dim + 64;
+    return (int64_t)MAX_QUERIES * (2 * head_dim + CHUNK) + 2LL * CHUNK * head_dim + 64;
 }
 
 /* ---- rotation and storing ---------------------------------------------------------------- */
@@ -96,116 +98,82 @@ static void gather(const pn_attention *call, int head, int first, int num, const
 
 /* ---- products ---------------------------------------------------------------------------- */
 
-static float dot(const float *a, const float *b, int size) {
-    f8 even = f8_all(0), odd = f8_all(0);
-    int i = 0;
-    for (; i + 16 <= size; i += 16) {
-        even += f8_load(a + i) * f8_load(b + i);
-        odd += f8_load(a + i + 8) * f8_load(b + i + 8);
-    }
-    if (i < size) even += f8_load(a + i) * f8_load(b + i);
-    return f8_sum(even + odd);
+/* The sums of the lanes of four vectors, each in the order of f8_sum: a, c, b, d in lanes 0, 2, 4, 6. */
+static inline f8 sums_of_4(f8 a, f8 b, f8 c, f8 d) {
+    f8 ab = PN_SHUFFLE_2(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+            PN_SHUFFLE_2(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    f8 cd = PN_SHUFFLE_2(c, d, 0, 1, 2, 3, 8, 9, 10, 11) +
+            PN_SHUFFLE_2(c, d, 4, 5, 6, 7, 12, 13, 14, 15);
+    f8 pairs = PN_SHUFFLE_2(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
+               PN_SHUFFLE_2(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    return pairs + PN_SHUFFLE(pairs, 1, 0, 3, 2, 5, 4, 7, 6);
 }
 
-/* c[4][width] (+)= a[4][depth] * b[depth][width]; width % 8 == 0. */
-static void product_4_rows(const float *a, int a_stride, const float *b, int b_stride, int depth,
-                           float *c, int c_stride, int width, int is_added) {
-    int n = 0;
-    for (; n + 16 <= width; n += 16) {
+/* scores[m][0..3] of up to 3 queries and 4 keys; `num_queries` is known where this is inlined. */
+static inline __attribute__((always_inline)) void score_tile(const float *queries, int num_queries,
+                                                             int head_dim, const float **keys,
+                                                             float *scores) {
+    f8 sum[3][4] = {{{0}}};
+    for (int d = 0; d < head_dim; d += 8) {
+        f8 key[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) key[j] = f8_load(keys[j] + d);
+#pragma GCC unroll 3
+        for (int m = 0; m < num_queries; m++) {
+            f8 query = f8_load(queries + m * head_dim + d);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sum[m][j] += query * key[j];
+        }
+    }
+#pragma GCC unroll 3
+    for (int m = 0; m < num_queries; m++) {
+        f8 of_keys = sums_of_4(sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
+        float *to = scores + m * CHUNK;
+        to[0] = of_keys[0], to[1] = of_keys[4], to[2] = of_keys[2], to[3] = of_keys[6];
+    }
+}
+
+/* scores[m][j] = queries[m] . keys[j], every one summed in the same order whatever comes with it.
+ * Writes up to the next multiple of 4 keys; `keys` has room for as many. */
+static void score(const float *queries, int num_queries, int head_dim, const float **keys,
+                  int num_keys, float *scores) {
+    for (int j = num_keys; j % 4; j++) keys[j] = keys[num_keys - 1];
+    for (int j = 0; j < num_keys; j += 4) {
+        int m = 0;
+        for (; m + 3 <= num_queries; m += 3)
+            score_tile(queries + m * head_dim, 3, head_dim, keys + j, scores + m * CHUNK + j);
+        for (; m < num_queries; m++)
+            score_tile(queries + m * head_dim, 1, head_dim, keys + j, scores + m * CHUNK + j);
+    }
+}
+
+/* sums[m] += weights[m][j] * values[j] over all j, of 4 queries. One form for any number of rows:
+ * each sum is made in the order of the positions, whatever comes with it. */
+static void add_values(const float *weights, const float **values, int num_values, int head_dim,
+                       float *sums) {
+    int d = 0;
+    for (; d + 16 <= head_dim; d += 16) {
         f8 sum[4][2];
         for (int m = 0; m < 4; m++)
-            for (int v = 0; v < 2; v++)
-                sum[m][v] = is_added ? f8_load(c + m * c_stride + n + 8 * v) : f8_all(0);
-        const float *from = b + n;
-        for (int k = 0; k < depth; k++, from += b_stride) {
-            f8 b0 = f8_load(from), b1 = f8_load(from + 8);
+            for (int v = 0; v < 2; v++) sum[m][v] = f8_load(sums + m * head_dim + d + 8 * v);
+        for (int j = 0; j < num_values; j++) {
+            f8 low = f8_load(values[j] + d), high = f8_load(values[j] + d + 8);
 #pragma GCC unroll 4
             for (int m = 0; m < 4; m++) {
-                f8 x = f8_all(a[m * a_stride + k]);
-                sum[m][0] += x * b0;
-                sum[m][1] += x * b1;
+                f8 weight = f8_all(weights[m * CHUNK + j]);
+                sum[m][0] += weight * low;
+                sum[m][1] += weight * high;
             }
         }
         for (int m = 0; m < 4; m++)
-            for (int v = 0; v < 2; v++) f8_store(c + m * c_stride + n + 8 * v, sum[m][v]);
+            for (int v = 0; v < 2; v++) f8_store(sums + m * head_dim + d + 8 * v, sum[m][v]);
     }
-    for (; n < width; n += 8) {
-        for (int m = 0; m < 4; m++) {
-            f8 sum = is_added ? f8_load(c + m * c_stride + n) : f8_all(0);
-            for (int k = 0; k < depth; k++)
-                sum += f8_all(a[m * a_stride + k]) * f8_load(b + (int64_t)k * b_stride + n);
-            f8_store(c + m * c_stride + n, sum);
-        }
-    }
-}
-
-/* Scores of few queries: each key is read once per query, where it lies. */
-static void scores_direct(const float *queries, int num_queries, int head_dim,
-                          const float **keys, int num_keys, float *scores) {
-    for (int j = 0; j < num_keys; j++)
-        for (int m = 0; m < num_queries; m++)
-            scores[m * CHUNK + j] = dot(queries + m * head_dim, keys[j], head_dim);
-}
-
-static void values_direct(const float *weights, int num_queries, int head_dim,
-                          const float **values, int num_keys, float *out) {
-    for (int m = 0; m < num_queries; m++) {
-        int d = 0;
-        float *to = out + m * head_dim;
-        for (; d + 32 <= head_dim; d += 32) {
-            f8 sum[4];
-            for (int v = 0; v < 4; v++) sum[v] = f8_load(to + d + 8 * v);
-            for (int j = 0; j < num_keys; j++) {
-                f8 weight = f8_all(weights[m * CHUNK + j]);
-#pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) sum[v] += weight * f8_load(values[j] + d + 8 * v);
-            }
-            for (int v = 0; v < 4; v++) f8_store(to + d + 8 * v, sum[v]);
-        }
-        for (; d < head_dim; d += 8) {
-            f8 sum = f8_load(to + d);
-            for (int j = 0; j < num_keys; j++)
-                sum += f8_all(weights[m * CHUNK + j]) * f8_load(values[j] + d);
-            f8_store(to + d, sum);
-        }
-    }
-}
-
-/* 8 vectors of 8 become their transpose, in three rounds of swapping halves of pairs. */
-static inline void transpose_8(f8 *v) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        f8 a = v[i], b = v[i + 4];
-        v[i] = PN_SHUFFLE_2(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
-        v[i + 4] = PN_SHUFFLE_2(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-#pragma GCC unroll 2
-    for (int j = 0; j < 8; j += 4) {
-#pragma GCC unroll 2
-        for (int i = j; i < j + 2; i++) {
-            f8 a = v[i], b = v[i + 2];
-            v[i] = PN_SHUFFLE_2(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
-            v[i + 2] = PN_SHUFFLE_2(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        f8 a = v[i], b = v[i + 1];
-        v[i] = PN_SHUFFLE_2(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-        v[i + 1] = PN_SHUFFLE_2(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-}
-
-/* to[d][CHUNK] = rows[j][d], columns up to a multiple of 8; those from num_rows on become 0. */
-static void transpose(const float **rows, int num_rows, int head_dim, float *to) {
-    for (int j = 0; j < num_rows; j += 8) {
-        for (int d = 0; d < head_dim; d += 8) {
-            f8 v[8];
-            for (int i = 0; i < 8; i++)
-                v[i] = j + i < num_rows ? f8_load(rows[j + i] + d) : f8_all(0);
-            transpose_8(v);
-            for (int i = 0; i < 8; i++) f8_store(to + (d + i) * CHUNK + j, v[i]);
-        }
+    if (d == head_dim) return;
+    for (int m = 0; m < 4; m++) {
+        f8 sum = f8_load(sums + m * head_dim + d);
+        for (int j = 0; j < num_values; j++)
+            sum += f8_all(weights[m * CHUNK + j]) * f8_load(values[j] + d);
+        f8_store(sums + m * head_dim + d, sum);
     }
 }
 
@@ -259,17 +227,16 @@ static int least(int a, int b) { return a < b ? a : b; }
 void pn_attend(const pn_attention *call, const float *query, int64_t query_stride, int position,
                int num_rows, float *out, int64_t out_stride, float *scratch) {
     int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
-    int num_queries = num_rows * group, is_few = num_queries <= FEW_QUERIES;
+    int num_queries = num_rows * group;
     float *queries = scratch, *sums = queries + MAX_QUERIES * head_dim;
-    float *scores = sums + MAX_QUERIES * head_dim, *turned = scores + MAX_QUERIES * CHUNK;
-    float *key_space = turned + CHUNK * head_dim, *value_space = key_space + CHUNK * head_dim;
+    float *scores = sums + MAX_QUERIES * head_dim, *key_space = scores + MAX_QUERIES * CHUNK;
+    float *value_space = key_space + CHUNK * head_dim;
     softmax_state states[MAX_QUERIES];
     const float *keys[CHUNK], *values[CHUNK];
 
     int padded = (num_queries + 3) / 4 * 4;
     memset(sums, 0, sizeof(float) * padded * head_dim);
-    memset(queries + num_queries * head_dim, 0,
-           sizeof(float) * (padded - num_queries) * head_dim);
+    memset(scores + num_queries * CHUNK, 0, sizeof(float) * (padded - num_queries) * CHUNK);
     for (int m = 0; m < num_queries; m++) {
         memcpy(queries + m * head_dim, query + m / group * query_stride + m % group * head_dim,
                sizeof(float) * head_dim);
@@ -277,18 +244,12 @@ void pn_attend(const pn_attention *call, const float *query, int64_t query_strid
     }
     int end = position + num_rows, start = 0;
     if (call->window > 0 && position + 1 > call->window) start = position + 1 - call->window;
+    start = start / CHUNK * CHUNK; /* the same chunks whatever the rows: the same sums */
     for (int first = start; first < end; first += CHUNK) {
         int num = least(CHUNK, end - first);
         gather(call, call->kv_head, first, num, keys, key_space);
         gather(call, call->num_kv_heads + call->kv_head, first, num, values, value_space);
-        if (is_few) {
-            scores_direct(queries, num_queries, head_dim, keys, num, scores);
-        } else {
-            transpose(keys, num, head_dim, turned);
-            for (int m = 0; m < padded; m += 4)
-                product_4_rows(queries + m * head_dim, head_dim, turned, CHUNK, head_dim,
-                               scores + m * CHUNK, CHUNK, (num + 7) / 8 * 8, 0);
-        }
+        score(queries, num_queries, head_dim, keys, num, scores);
         for (int m = 0; m < num_queries; m++) {
             int at = position + m / group; /* sees [low, at] */
             int low = call->window > 0 && at + 1 > call->window ? at + 1 - call->window : 0;
@@ -302,17 +263,8 @@ void pn_attend(const pn_attention *call, const float *query, int64_t query_strid
                            sums + m * head_dim, head_dim);
             for (int j = (seen_to + 7) / 8 * 8; j < num; j++) row[j] = 0.0f;
         }
-        if (is_few) {
-            values_direct(scores, num_queries, head_dim, values, num, sums);
-            continue;
-        }
-        for (int j = 0; j < num; j++) { /* value_space may already hold them */
-            if (values[j] != value_space + j * head_dim)
-                memcpy(value_space + j * head_dim, values[j], sizeof(float) * head_dim);
-        }
         for (int m = 0; m < padded; m += 4)
-            product_4_rows(scores + m * CHUNK, CHUNK, value_space, head_dim, num,
-                           sums + m * head_dim, head_dim, head_dim, 1);
+            add_values(scores + m * CHUNK, values, num, head_dim, sums + m * head_dim);
     }
     for (int m = 0; m < num_queries; m++) {
         float *to = out + m / group * out_stride + m % group * head_dim;

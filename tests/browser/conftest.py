@@ -14,8 +14,6 @@ import pytest
 import soundfile as sf
 from playwright.async_api import Page, async_playwright
 
-from tests.server_env import missing
-
 PAGES = Path(__file__).resolve().parents[2] / "web_demo"
 DESKTOP = (1280, 800)
 PHONE = (390, 844)
@@ -36,7 +34,7 @@ def chromium_path() -> str:
     names = ("chromium", "chromium-browser", "google-chrome")  # as in tests/install_system.sh
     found = os.environ.get("PARLEY_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if not found:
-        missing("there is no chromium on this machine; tests/install_system.sh gets it")
+        pytest.skip("there is no chromium on this machine; tests/install_system.sh gets it")
     return found
 
 

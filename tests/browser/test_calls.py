@@ -17,7 +17,7 @@ from app.server import create_app, listening
 from tests.browser.conftest import OpenPage
 from tests.browser.test_page import sound, until
 from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services
-from tests.test_webrtc_call import STORY, Server, Singer
+from tests.rtc_server import STORY, Server, Singer
 
 pytestmark = pytest.mark.browser
 

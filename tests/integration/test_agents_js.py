@@ -1,13 +1,12 @@
 """The realtime client of the OpenAI Agents SDK for JavaScript, with only the URL changed.
 
-It is installed by npm into a cache folder, once. ``PARLEY_TEST_CACHE`` names another folder.
+It is installed by npm into a cache folder, once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from tests.integration.openai_caller import pause, recording, words
 from tests.integration.test_bad_input import Running, running
-from tests.server_env import missing
+from tests.server_env import download_dir
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,9 +34,8 @@ def agents_folder() -> Path:
     """Where the package is installed, with our script beside it."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
-        missing("node and npm are needed for the JavaScript client")
-    cache = os.environ.get("PARLEY_TEST_CACHE") or Path.home() / ".cache" / "parley-tests"
-    folder = Path(cache) / ("agents-" + "-".join(p.rsplit("@", 1)[1] for p in PACKAGES))
+        pytest.skip("node and npm are needed for the JavaScript client")
+    folder = download_dir() / ("agents-" + "-".join(p.rsplit("@", 1)[1] for p in PACKAGES))
     if not (folder / "installed").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_text('{"private": true}')
@@ -47,9 +45,9 @@ def agents_folder() -> Path:
                 command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
             )
         except subprocess.TimeoutExpired:
-            missing("npm could not install the JavaScript client within 300 s")
+            pytest.skip("npm could not install the JavaScript client within 300 s")
         if done.returncode != 0:
-            missing(f"npm could not install the JavaScript client: {done.stderr[-500:]}")
+            pytest.skip(f"npm could not install the JavaScript client: {done.stderr[-500:]}")
         (folder / "installed").touch()
     shutil.copy(SCRIPT, folder / SCRIPT.name)
     return folder

@@ -18,6 +18,7 @@ from llm_core import (
     EngineConfig,
     FirstToken,
     GenerationDone,
+    OptionFields,
     PromptTooLongError,
     SamplingParams,
     TextDelta,
@@ -47,9 +48,13 @@ def user(text: str) -> ChatMessage:
 
 
 async def read(
-    client: EngineClient, messages: list[ChatMessage], **params: Any
+    client: EngineClient,
+    messages: list[ChatMessage],
+    options: OptionFields | None = None,
+    **params: Any,
 ) -> tuple[str, FirstToken, GenerationDone]:
-    events = [event async for event in client.generate(messages, SamplingParams(**params))]
+    asked = client.generate(messages, SamplingParams(**params), **(options or {}))
+    events = [event async for event in asked]
     assert isinstance(events[0], FirstToken) and isinstance(events[-1], GenerationDone)
     return "".join(e.text for e in events if isinstance(e, TextDelta)), events[0], events[-1]
 
@@ -83,14 +88,22 @@ async def test_a_prefilled_prompt_starts_with_one_row(client: EngineClient) -> N
     assert first.first_token_ns - first.scheduled_ns < 1e9
 
 
-async def test_the_same_seed_gives_the_same_reply(client: EngineClient) -> None:
-    messages = [SYSTEM, user("Invent a name for a ship.")]
+async def test_the_same_seed_gives_the_same_reply_cached_or_not_alone_or_not(
+    client: EngineClient,
+) -> None:
+    messages = [SYSTEM, user("Invent a name for a ship. " + "It is old and grey. " * 20)]
     params = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24}
-    first = await read(client, messages, seed=11, **params)
-    again = await read(client, messages, seed=11, **params)
-    others = [await read(client, messages, seed=seed, **params) for seed in (12, 13)]
-    assert first[0] == again[0]
-    assert len({first[0], *(other[0] for other in others)}) > 1
+    cold = await read(client, messages, seed=11, **params)
+    assert cold[1].cached_tokens < cold[1].prompt_tokens // 2
+    cached = await read(client, messages, seed=11, **params)
+    assert cached[1].cached_tokens == cached[1].prompt_tokens - 1
+    others = await asyncio.gather(
+        read(client, messages, seed=11, options={"cache_salt": "again"}, **params),
+        *(read(client, messages, seed=seed, **params) for seed in (12, 13)),
+    )
+    assert others[0][1].cached_tokens == 0
+    assert cold[0] == cached[0] == others[0][0]
+    assert len({reply for reply, _, _ in others}) > 1
 
 
 async def test_several_callers_at_once_are_all_answered(client: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""What the compiled decoder's 8-bit activations cost on the embedded model: perplexity, greedy text.
+"""What the compiled decoder's 8-bit activations cost on the embedded model.
 
 llama.cpp rounds activations the same way, so its perplexity on the same file is the one to meet.
 """

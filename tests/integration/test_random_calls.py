@@ -145,7 +145,7 @@ async def comes_and_goes(server: Running, rng: random.Random) -> None:
 @asynccontextmanager
 async def serving(**settings: object) -> AsyncIterator[Running]:
     async with running(max_reply_tokens=48, temperature=0.0, **settings) as server:
-        async with client(server) as socket:
+        async with client(server.url) as socket:
             await answers(socket)
         yield server
 
@@ -165,13 +165,13 @@ async def test_callers_who_come_and_go_leave_nothing() -> None:
         assert await server.counts() == before
         await eventually(lambda: num_descriptors() <= descriptors, "all descriptors are closed")
         assert resident_bytes() - memory < MAX_GROWTH_BYTES
-        async with client(server) as socket:
+        async with client(server.url) as socket:
             await answers(socket)
 
 
 @pytest.mark.timeout(120)
 async def test_an_engine_killed_in_an_answer_is_reported_and_replaced() -> None:
-    async with serving() as server, client(server) as socket, httpx.AsyncClient() as http:
+    async with serving() as server, client(server.url) as socket, httpx.AsyncClient() as http:
         host, port = host_and_port(server)
         ready_url = f"http://{host}:{port}/readyz"
         assert (await http.get(ready_url)).status_code == 200

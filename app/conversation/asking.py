@@ -1,0 +1,105 @@
+"""How an answer asks the model: by when its words are needed, and what may be given up for it.
+
+The deadline moves while the answer is spoken: first the caller waits, later there is speech to hear
+until the next words are needed, and the engine can serve somebody else first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from app.clock import Clock
+from app.conversation.budget import TurnBudget
+from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
+from app.errors import GenerationError
+from app.observe.trace import TurnTrace
+from llm_core import (
+    ChatMessage,
+    FirstToken,
+    GenerationEvent,
+    LlmError,
+    OptionFields,
+    Reply,
+    SamplingParams,
+)
+
+
+def length_options(config: SessionConfig) -> OptionFields:
+    """What becomes of a conversation that is longer than the model's context."""
+    if config.retention_ratio == 0:
+        return {"overflow": "refuse"}
+    if config.retention_ratio is None:
+        return {"overflow": "drop_oldest"}
+    return {"overflow": "drop_oldest", "retention_ratio": config.retention_ratio}
+
+
+class Asking:
+    """The model's replies of one answer, one after another."""
+
+    def __init__(
+        self,
+        services: Services,
+        config: SessionConfig,
+        clock: Clock,
+        trace: TurnTrace,
+        budget: TurnBudget,
+        prefilled: asyncio.Task[None] | None,
+    ) -> None:
+        """``prefilled``: reads the prompt already; asking beside it would read it twice."""
+        self.dropped: Sequence[ChatMessage] = ()
+        """Messages that the conversation has become too long for."""
+        self._services = services
+        self._config = config
+        self._clock = clock
+        self._trace = trace
+        self._budget = budget
+        self._prefilled = prefilled
+        self._deadline_ns: int | None = None
+        self._reply: Reply | None = None
+
+    def needed_by(self, deadline_ns: int | None) -> None:
+        """When the model's next token is needed. None: not known; the engine then sees to it that
+        it comes neither first nor last."""
+        self._deadline_ns = deadline_ns
+        if self._reply is not None:
+            self._reply.set_deadline(deadline_ns)
+
+    async def events(
+        self, messages: list[ChatMessage], params: SamplingParams
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """One reply to ``messages``. Raises GenerationError."""
+        self._trace.mark("llm_submit", self._clock.now_ns())
+        await self._wait_for_prefill()
+        options = length_options(self._config)
+        options["deadline_ns"] = self._deadline_ns
+        options["downgrades"] = self._budget.downgrades
+        try:
+            async with await self._services.engine.open_reply(messages, params, **options) as reply:
+                self._reply = reply
+                with self._services.load.generating():
+                    async for event in reply:
+                        if isinstance(event, FirstToken):
+                            self._note_given_up(event, messages)
+                        yield event
+        except LlmError as error:
+            raise GenerationError(str(error), code=error.code) from error
+        finally:
+            self._reply = None
+
+    async def _wait_for_prefill(self) -> None:
+        if self._prefilled is not None and not self._prefilled.done():
+            self._trace.mark("llm_scheduled", self._clock.now_ns())
+            await asyncio.wait([self._prefilled])
+
+    def _note_given_up(self, event: FirstToken, messages: list[ChatMessage]) -> None:
+        facts = self._trace.facts
+        if event.downgrades:
+            facts["downgrades"] = sorted({*facts.get("downgrades", ()), *event.downgrades})
+        facts["dropped_messages"] = max(facts.get("dropped_messages", 0), event.dropped_messages)
+        if "partial_context" in event.downgrades:
+            return  # for this once: they are part of the conversation still
+        first = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+        dropped = messages[first : first + event.dropped_messages]
+        self.dropped = max(self.dropped, dropped, key=len)

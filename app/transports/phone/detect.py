@@ -1,0 +1,36 @@
+"""Who is calling: the provider is told by the first message that says something."""
+
+from __future__ import annotations
+
+from app.transports.phone import fields
+from app.transports.phone.exotel import Exotel
+from app.transports.phone.plivo import Plivo
+from app.transports.phone.protocol import Message, PhoneProtocol, PhoneProtocolError, Started
+from app.transports.phone.telnyx import Telnyx
+from app.transports.phone.twilio import Twilio
+from app.transports.phone.vonage import Vonage
+
+
+def detect(message: Message) -> tuple[PhoneProtocol, Started] | None:
+    """The protocol of a WebSocket stream; None for ``connected``, which only announces a start.
+
+    Raises PhoneProtocolError for anything that begins none of the streams we know.
+    """
+    data = fields.parse_object(message)
+    event = data.get("event")
+    if event == "connected":
+        return None
+    if event == "websocket:connected":
+        return Vonage.begin(data)
+    if event != "start":
+        raise PhoneProtocolError("the stream does not begin with 'connected' or 'start'")
+    start = fields.inner(data, "start")
+    if "streamSid" in start:
+        return Twilio.begin(data)
+    if "streamId" in start:
+        return Plivo.begin(data)
+    if "stream_id" in data:
+        return Telnyx.begin(data)
+    if "stream_sid" in data:
+        return Exotel.begin(data)
+    raise PhoneProtocolError("'start' is of no provider that is known here")

@@ -1,0 +1,53 @@
+"""`parley call` as a user runs it: real models behind two providers' protocols."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.server_env import BRIEF
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path")
+@pytest.mark.parametrize(
+    ("provider", "trouble"),
+    [("twilio", ["--late", "40", "--shuffle", "--loss", "0.01"]), ("audiosocket", [])],
+)
+def test_a_spoken_question_is_answered_by_phone(
+    provider: str, trouble: list[str], shared_data: Path, tmp_path: Path
+) -> None:
+    question = shared_data / "speech" / "az_weather.flac"
+    reply = tmp_path / "reply.wav"
+    arguments = ["--provider", provider, "--json", "--out", str(reply), *trouble]
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "call", str(question), *arguments],
+        cwd=ROOT,
+        env=os.environ | BRIEF,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "weather" in result["transcript"].lower()
+    assert len(result["reply"].split()) >= 3
+    assert result["status"] == "completed"
+    # The line adds its frames and resamplers to what the server accounts for, and nothing more.
+    assert -50 < result["gap_in_recording_ms"] - result["voice_to_voice_ms"] < 300
+    with wave.open(str(reply)) as file:
+        pcm = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+        seconds = file.getnframes() / file.getframerate()
+    assert abs(seconds - result["reply_audio_s"]) < 0.2
+    assert np.abs(pcm.astype(np.int32)).max() > 3_000, "a voice is heard"

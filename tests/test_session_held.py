@@ -1,0 +1,35 @@
+"""A held answer that turns out to be the wrong one is never heard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.conversation.events import Item, Part
+from llm_core import ChatMessage
+from tests.fakes import ScriptedEngine, settle, silence, voice
+from tests.session_call import call
+
+
+async def test_a_changed_configuration_voids_the_held_answer() -> None:
+    engine = ScriptedEngine("Old.", "New.")
+    async with call(engine, "And?") as c:
+        await c.hear(voice(0.6) + silence(0.3))
+        assert engine.requests and c.session._ahead._answer is not None
+        await c.session.update(replace(c.session.config, instructions="Be kind."))
+        await c.hear(silence(0.4))
+        await c.clock.advance(3)
+        assert engine.requests[-1][0] == ChatMessage("system", "Be kind.")
+        assert [m.content for m in c.messages()] == ["And?", "New."]
+
+
+async def test_a_response_asked_for_in_a_pause_replaces_the_held_answer() -> None:
+    engine = ScriptedEngine("Held.", "Asked for.", "After all.")
+    async with call(engine, "And?", "And?") as c:
+        await c.session.add_item(Item("item_1", "user", [Part("input_text", "Hi.")]))
+        await c.hear(voice(0.6) + silence(0.3))
+        await c.session.create_response()
+        await settle()
+        assert engine.num_running <= 1 and c.session._ahead._answer is None
+        await c.hear(silence(0.4))
+        await c.clock.advance(5)
+        assert "Held." not in [m.content for m in c.messages()]
