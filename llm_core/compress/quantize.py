@@ -23,9 +23,8 @@ from llm_core.loading.weights import layer_shapes
 from llm_core.model_files import OpenModel, open_model
 from llm_core.quant.codes import Bits
 from llm_core.quant.formats import Weight
+from llm_core.quant.gptq import DAMPING
 from llm_core.quant.rounding import GridSpec, RoundedMatrix
-
-_DAMPING = 0.01
 
 
 def quantize(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
@@ -154,7 +153,7 @@ def _settings(container: Container, options: QuantizeOptions) -> dict[str, Any]:
             "desc_act": False,
             "static_groups": options.method == "gptq" and options.act_order,
             "true_sequential": True,
-            "damp_percent": _DAMPING,
+            "damp_percent": DAMPING,
             "checkpoint_format": "gptq",
             "lm_head": False,
         }

@@ -13,6 +13,10 @@ import torch
 from llm_core.quant.rounding import Grid, GridSpec, RoundedMatrix, grid_of, round_to
 
 _BLOCK_LEN = 128
+# The paper has 0.01, with 262,000 tokens. With a few thousand the Hessian of 1,536 inputs is known
+# too badly: on text that was not calibrated with, 0.01 then made "down" of SmolLM2 worse than
+# rounding (error 0.0144 against 0.0097), 0.1 did not (0.0100), and was better everywhere else too.
+DAMPING = 0.1
 
 
 def gptq(
@@ -21,7 +25,7 @@ def gptq(
     spec: GridSpec,
     *,
     act_order: bool = False,
-    damping: float = 0.01,
+    damping: float = DAMPING,
 ) -> RoundedMatrix:
     """float32 weight [N, K], hessian [K, K] (X X^T of the inputs, any scale) -> rounded matrix.
 
