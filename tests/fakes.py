@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -218,28 +218,22 @@ class ScriptedEngine:
             total_hit_tokens=8,
         )
 
-    async def prefill(
-        self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
-    ) -> PrefillResult:
+    async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
         self.prefills.append(list(messages))
         return PrefillResult(prompt_tokens=10, cached_tokens=0)
 
     async def open_reply(
-        self,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-        **options: Unpack[OptionFields],
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> ScriptedReply:
         """``generate`` with a handle, which is kept."""
-        reply = ScriptedReply(self.generate(messages, params, **options), options)
+        reply = ScriptedReply(
+            self.generate(messages, params, **options), cast(OptionFields, options)
+        )
         self.replies_opened.append(reply)
         return reply
 
     async def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-        **options: Unpack[OptionFields],
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
         if params.continue_last:
             self.judged.append(messages[-1].content)
@@ -249,7 +243,7 @@ class ScriptedEngine:
             return
         self.requests.append(list(messages))
         self.params.append(params)
-        self.options.append(options)
+        self.options.append(cast(OptionFields, options))
         number = len(self.requests)
         self.num_running += 1
         try:
@@ -286,10 +280,7 @@ class ShortContextEngine(ScriptedEngine):
         self.dropped: list[int] = []
 
     async def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-        **options: Unpack[OptionFields],
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
         first = next(i for i, m in enumerate(messages) if m.role != "system")
         kept = list(messages[first:])
@@ -319,10 +310,7 @@ class PacedEngine(ScriptedEngine):
         self.queue_s, self.prefill_s, self.token_s = 0.002, 0.04, 0.01
 
     async def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-        **options: Unpack[OptionFields],
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
         received_ns = self.clock.now_ns()
         await self.clock.sleep(self.queue_s)

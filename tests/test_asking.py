@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Unpack
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +17,6 @@ from llm_core import (
     Downgrade,
     FirstToken,
     GenerationEvent,
-    OptionFields,
     SamplingParams,
 )
 from tests.fakes import ManualClock, PacedEngine, ScriptedEngine, settle, silence, voice
@@ -99,10 +98,7 @@ class _Downgrading(ScriptedEngine):
     """Takes all that it is allowed to take."""
 
     async def generate(
-        self,
-        messages: list[ChatMessage],
-        params: SamplingParams,
-        **options: Unpack[OptionFields],
+        self, messages: list[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
         taken: tuple[Downgrade, ...] = options.get("downgrades", ())
         num_dropped = 2 if "partial_context" in taken else 0

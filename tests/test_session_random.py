@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +39,6 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
-    OptionFields,
     PrefillResult,
     PromptTooLongError,
     SamplingParams,
@@ -79,17 +78,12 @@ class RandomEngine(ScriptedEngine):
         if self._rng.random() < self.failure_rate:
             raise EngineDiedError("as the test wants it")
 
-    async def prefill(
-        self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
-    ) -> PrefillResult:
+    async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
         await self._think()
         return await super().prefill(messages, **options)
 
     async def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        params: SamplingParams,
-        **options: Unpack[OptionFields],
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
         self.num_running += 1
         try:

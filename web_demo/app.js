@@ -10,6 +10,7 @@ import { NoticeView } from "./notice-view.js";
 import { find } from "./page.js";
 import { toBase64 } from "./pcm.js";
 import { Player } from "./player.js";
+import { PlayoutReport, sendReport } from "./playout-report.js";
 import { PushToTalk } from "./push-to-talk.js";
 import { RemotePlayer } from "./remote-player.js";
 import { SettingsView, sessionChanges } from "./settings.js";
@@ -53,6 +54,7 @@ class TalkPage {
     this.transcript = new TranscriptView(find("log"), find("empty"));
     this.waterfall = new WaterfallView(document);
     this.turn = new LiveTurn((marks, ms, isOver) => this.waterfall.live(marks, ms, isOver));
+    this.playout = new PlayoutReport((id, report) => void sendReport(this.apiKey, id, report));
     this.settings = new SettingsView(document, (now, before) => this.settingsChanged(now, before));
     this.notice = new NoticeView(document, {
       onRetry: () => void this.connect(),
@@ -70,6 +72,7 @@ class TalkPage {
       silence: () => this.remote?.silence(),
       hasSound: () => this.player !== null,
       onTrace: (turn) => this.waterfall.show(turn),
+      onAudio: (response, pcm) => this.playout.received(response, pcm),
       onError: (message) => this.notice.show("The server could not do that", message),
       // Nobody hears it, so a screen reader should say it.
       onSilentAnswer: (text) => this.view.announce(text),
@@ -205,7 +208,12 @@ class TalkPage {
       this.view.voiceLevel(level);
       this.showState();
     };
-    this.player = await Player.open(context, onProgress);
+    this.player = await Player.open(context, (isPlaying, level) => {
+      onProgress(isPlaying, level);
+      const latencyS = context.outputLatency || context.baseLatency || 0;
+      const playedMs = ((this.player?.totalPlayed ?? 0) / context.sampleRate) * 1000;
+      this.playout.progressed(isPlaying, level, playedMs, latencyS * 1000);
+    });
     this.remote = new RemotePlayer(context, onProgress);
     return context;
   }
@@ -281,6 +289,7 @@ class TalkPage {
     this.remote?.handle(event);
     this.turn.handle(event);
     this.conversation.handle(event);
+    if (event.type === "parley.turn.trace") this.playout.traced(event.turn);
   }
 
   /** @param {boolean} isMending the line broke, and the call is being taken up again */

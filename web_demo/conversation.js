@@ -39,6 +39,7 @@ const ADVICE = new Map([
  * @property {() => void} silence falls silent, where the server plays
  * @property {() => boolean} hasSound
  * @property {(turn: any) => void} onTrace
+ * @property {(response: string, pcm: Int16Array) => void} onAudio
  * @property {(message: string) => void} onError
  * @property {(text: string) => void} onSilentAnswer an answer that can only be read
  * @property {() => void} onChange something about who speaks has changed
@@ -238,7 +239,9 @@ export class Conversation {
     const answer = this.answers.get(event.response_id);
     // What was on its way when the person spoke up is not played any more.
     if (!answer || answer.isCut) return;
-    this.around.player()?.play(event.item_id, fromBase64(event.delta));
+    const pcm = fromBase64(event.delta);
+    this.around.player()?.play(event.item_id, pcm);
+    this.around.onAudio(event.response_id, pcm);
   }
 
   /** @param {RealtimeEvent} event */
