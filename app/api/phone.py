@@ -27,7 +27,7 @@ from app.api.realtime import MakeSession
 from app.auth import Gatekeeper
 from app.config import Settings
 from app.conversation.services import Services
-from app.errors import ClientError, ConfigError, ParleyError
+from app.errors import ClientError, ConfigError, ParleyError, UnavailableError
 from app.rate_limits import RateLimits
 from app.transports.base import ChannelClosed, EventChannel
 from app.transports.phone.audiosocket import AudioSocket
@@ -51,9 +51,6 @@ class Admission(Protocol):
     """Who counts the sessions of a server; see ``Connections``."""
 
     max_connections: int
-
-    @property
-    def refusal(self) -> str | None: ...
 
     def check(self) -> None: ...
 
@@ -86,7 +83,11 @@ class PhoneDesk:
     @property
     def is_busy(self) -> bool:
         """No further call is taken at the moment."""
-        return self._connections.refusal is not None
+        try:
+            self._connections.check()
+        except UnavailableError:
+            return True
+        return False
 
     async def take(self, wire: Wire, tokens: Sequence[str] | None, meet: Meet) -> None:
         """Serve a stream from its first message to its end, which ``meet`` reads.
