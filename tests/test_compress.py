@@ -275,6 +275,12 @@ def test_a_student_is_healed_saved_and_served(tiny: Path, tmp_path: Path) -> Non
     assert report.after.same_best_token > report.before.same_best_token
     with open_weights(out_dir) as model:
         assert model.config.num_layers == 1
+    from transformers import AutoModelForCausalLM
+
+    ids = random_ids(270, 30)
+    theirs = AutoModelForCausalLM.from_pretrained(out_dir, dtype=torch.float32).eval()
+    ours = run_chunk(our_runner(out_dir), ids)
+    torch.testing.assert_close(ours, their_logits(theirs, ids), rtol=1e-4, atol=1e-4)
     again = measure_perplexity(
         PerplexityOptions(model_path=out_dir, text=PROSE, window_len=32, num_threads=1), ignore
     )
