@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_core.quant.awq import awq_round, clipped_grid, output_error, search_scales
+from llm_core.quant.awq import awq_round, output_error, search_scales
+from llm_core.quant.clipping import clipped_grid
 from llm_core.quant.gptq import gptq
 from llm_core.quant.rounding import GridSpec, grid_of, on_grid, round_to_nearest
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from llm_core.quant.rounding import Grid, GridSpec, RoundedMatrix, grid_of, on_grid, round_to
+from llm_core.quant.clipping import clipped_grid
+from llm_core.quant.rounding import GridSpec, RoundedMatrix, grid_of, on_grid
 
 _NUM_ALPHAS = 20
-_NUM_SHRINKS = 10  # ranges from 100% down to 55%
-_SHRINK_STEP = 0.05
 
 
 def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
@@ -47,37 +46,6 @@ def search_scales(
         error = output_error(rounded - weight, hessian)
         if error < best_error:
             best_error, best = error, scales
-    return best
-
-
-def clipped_grid(weight: torch.Tensor, hessian: torch.Tensor, spec: GridSpec) -> Grid:
-    """The grid of each group, narrowed where the error of that group's part of the output shrinks.
-
-    weight [N, K] and hessian [K, K] as they are after scaling.
-    """
-    num_out, num_in = weight.shape
-    padded_len = spec.num_groups(num_in) * spec.group
-    padding = padded_len - num_in
-    groups = torch.nn.functional.pad(weight, (0, padding)).view(num_out, -1, spec.group)
-    padded = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
-    blocks = padded.view(-1, spec.group, padded_len // spec.group, spec.group)
-    local = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, group, group]
-    best = grid_of(weight, spec)
-    least: torch.Tensor | None = None
-    for step in range(_NUM_SHRINKS):
-        grid = grid_of(weight, spec, 1 - _SHRINK_STEP * step)
-        scale, zero = grid.scale.unsqueeze(-1), grid.zero.unsqueeze(-1)
-        values = (round_to(groups, scale, zero, spec.largest_code) - zero) * scale
-        difference = (values - groups).transpose(0, 1)  # [G, N, group]
-        error = ((difference @ local) * difference).sum(-1).T  # [N, G]
-        if least is None:
-            least = error
-            continue
-        better = error < least
-        least = torch.where(better, error, least)
-        best = Grid(
-            torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero)
-        )
     return best
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from llm_core.quant.clipping import clipped_grid
 from llm_core.quant.rounding import Grid, GridSpec, RoundedMatrix, grid_of, round_to
 
 _BLOCK_LEN = 128
@@ -30,9 +31,9 @@ def gptq(
     """float32 weight [N, K], hessian [K, K] (X X^T of the inputs, any scale) -> rounded matrix.
 
     ``act_order`` begins with the inputs of the largest energy. Groups stay neighbours in the
-    matrix, with grids chosen beforehand, so that the file needs no index of groups and no kernel
-    has to follow one. ``damping`` is a share of the mean of H's diagonal. Raises ValueError when
-    the Hessian is not finite.
+    matrix, with grids chosen beforehand (narrowed where that helps a group's own part of the
+    output), so that the file needs no index of groups and no kernel has to follow one. ``damping``
+    is a share of the mean of H's diagonal. Raises ValueError when the Hessian is not finite.
     """
     if not bool(hessian.isfinite().all()):
         raise ValueError("the calibration inputs have values that are not finite")
@@ -44,7 +45,7 @@ def gptq(
     scale = torch.empty(spec.num_groups(num_in), num_out)
     zero = torch.empty_like(scale)
     if act_order:
-        grid = grid_of(weight, spec)
+        grid = clipped_grid(weight, hessian, spec)
         scale, zero = grid.scale.T.contiguous(), grid.zero.T.contiguous()
     codes = torch.empty(num_in, num_out)
     block_len = _BLOCK_LEN if act_order else min(spec.group, num_in)
