@@ -44,6 +44,11 @@ class Connections:
         """The server is about to end."""
         return self._is_closing
 
+    @property
+    def is_open(self) -> bool:
+        """A further connection would be taken."""
+        return not self._is_closing and len(self) < self.max_connections
+
     def check(self) -> None:
         """Raise UnavailableError when no further connection is taken."""
         self.check_open()

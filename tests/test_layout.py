@@ -277,7 +277,9 @@ def normalized(distribution: str) -> str:
 def listed_by_git() -> list[Path]:
     """Every file that is committed or would be: what .gitignore names is left out."""
     listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        # Whoever owns the files (in a container it may be somebody else), they are only listed.
+        ["git", "-c", "safe.directory=*"]
+        + ["ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
         capture_output=True,
         text=True,

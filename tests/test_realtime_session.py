@@ -142,9 +142,7 @@ def test_the_kind_of_turn_detection_changes_as_a_whole() -> None:
     assert to_config(now.params).turn_detection == TurnDetection(
         kind="semantic_vad", silence_duration_ms=450, eagerness="low", interrupt_response=False
     )
-    updated(
-        now, audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}}
-    )
+    updated(now, audio={"input": {"turn_detection": {"idle_timeout_ms": 5000}}})  # no other has it
     assert detection(now) == {
         "type": "server_vad",
         "threshold": 0.5,

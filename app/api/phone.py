@@ -53,7 +53,7 @@ class Admission(Protocol):
     max_connections: int
 
     @property
-    def refusal(self) -> str | None: ...
+    def is_open(self) -> bool: ...
 
     def check(self) -> None: ...
 
@@ -86,7 +86,7 @@ class PhoneDesk:
     @property
     def is_busy(self) -> bool:
         """No further call is taken at the moment."""
-        return self._connections.refusal is not None
+        return not self._connections.is_open
 
     async def take(self, wire: Wire, tokens: Sequence[str] | None, meet: Meet) -> None:
         """Serve a stream from its first message to its end, which ``meet`` reads.

@@ -84,7 +84,8 @@ class Transcription(WireModel):
 class TurnDetectionParams(WireModel):
     """Both kinds in one; ``_DETECTION_FIELDS`` says which fields belong to which.
 
-    Without a ``type`` an update is for the kind that the session has.
+    Without a ``type`` an update is for the kind that the session has, or, when its fields are those
+    of the other kind, for that one: ``{"threshold": 0.7}`` means "server_vad".
     """
 
     type: DetectionKind = "server_vad"
@@ -321,7 +322,7 @@ class SessionState:
         default = self._defaults.audio.input.turn_detection
         assert default is not None
         current = self.params.audio.input.turn_detection or default
-        kind = given.type if "type" in given.model_fields_set else current.type
+        kind = _kind_of(given, current.type)
         allowed = _DETECTION_FIELDS[kind]
         if foreign := sorted(given.model_fields_set.difference(allowed)):
             param = f"session.audio.input.turn_detection.{foreign[0]}"
@@ -336,6 +337,14 @@ class SessionState:
         heard = update.audio.input.model_copy(update={"turn_detection": whole})
         audio = update.audio.model_copy(update={"input": heard})
         return update.model_copy(update={"audio": audio})
+
+
+def _kind_of(given: TurnDetectionParams, current: DetectionKind) -> DetectionKind:
+    fields = given.model_fields_set
+    if "type" in fields or fields.issubset(_DETECTION_FIELDS[current]):
+        return given.type if "type" in fields else current
+    fitting = (kind for kind, known in _DETECTION_FIELDS.items() if fields.issubset(known))
+    return next(fitting, current)
 
 
 def to_config(params: SessionParams) -> SessionConfig:

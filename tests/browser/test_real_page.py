@@ -42,6 +42,10 @@ async def test_a_spoken_question_gets_a_spoken_answer(
     # The answer may be long: stopping it ends the turn as well, and shows its trace.
     await page.keyboard.press("Escape")
     await expect(page.locator("#turn-number")).to_have_text(re.compile(r"^[\d,]+$"))
+    # First what the page itself sees of the turn, then the server's record of it.
+    await expect(page.locator("#turn-note")).to_have_text(
+        "From your last word to the first sound", timeout=REPLY_MS
+    )
     stages = await stages_ms(page)
     total = int((await page.locator("#turn-number").inner_text()).replace(",", ""))
     assert len(stages) == 7
