@@ -15,7 +15,8 @@ from llm_core.quant.rounding import Grid, GridSpec, RoundedMatrix, grid_of, roun
 
 _BLOCK_LEN = 128
 # The paper's. SmolLM2 with 16,000 tokens, grids not narrowed: perplexity of its own held-out
-# conversations 10.58; with 0.1 10.70. With 2,500 tokens the Hessian of 1,536 inputs is too badly known for 0.01.
+# conversations 10.58; with 0.1 10.70. With 2,500 tokens the Hessian of 1,536 inputs is
+# too badly known for 0.01.
 DAMPING = 0.01
 
 
