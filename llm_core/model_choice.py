@@ -73,6 +73,7 @@ def make_model(
         )
     except (ValueError, MemoryError, NativeUnavailableError) as error:
         raise ModelLoadError(f"the weights cannot be packed: {error}") from error
+    torch.set_num_threads(1)  # what is left to torch is too small to be shared out
     logger.info("the model runs in compiled code (%s)", library.instructions)
     return decoder, decoder.weight_format
 

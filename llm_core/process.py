@@ -148,7 +148,7 @@ class EngineProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    env=_environment(config.num_threads),
+                    env=_environment(config),
                 )
             except BaseException as error:
                 writer.close()
@@ -340,19 +340,22 @@ def _command_line(descriptor: int) -> list[str]:
     return [*command, "--log-level", level]
 
 
-def _environment(num_threads: int) -> dict[str, str]:
+def _environment(config: EngineConfig) -> dict[str, str]:
     """The process's environment: our package importable, and the thread settings.
 
-    They must be set before torch is loaded. A single thread has no parallel regions to wait in.
-    With more, spinning between regions is what makes them pay (sleeping costs about 50 us a region,
-    more than most matmuls of a small model), but spinning threads that share a core with other work
-    are many times slower than one thread: so ask for more only on a machine with cores to spare.
+    They must be set before torch is loaded. The compiled decoder has threads of its own, and torch's
+    must then sleep: spinning, they took a core from it, and from everything else on the machine.
+    Where torch computes on several threads, spinning between regions is what makes them pay
+    (sleeping costs about 50 us a region, more than most matmuls of a small model), but spinning
+    threads that share a core with other work are many times slower than one thread: so ask for more
+    only on a machine with cores to spare.
     OMP_WAIT_POLICY, where the operator sets it, is left alone.
     """
     environment = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        environment[name] = str(num_threads)
-    environment.setdefault("OMP_WAIT_POLICY", "passive" if num_threads == 1 else "active")
+        environment[name] = str(config.num_threads)
+    may_spin = config.backend == "torch" and config.num_threads > 1
+    environment.setdefault("OMP_WAIT_POLICY", "active" if may_spin else "passive")
     environment["TOKENIZERS_PARALLELISM"] = "false"
     # A row of logits is freed and needed again at every step: kept, its pages need no new zeroes
     # (a sampled token takes 0.15 ms instead of 0.32 at 49k tokens).

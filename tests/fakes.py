@@ -176,6 +176,9 @@ class ScriptedEngine:
     ``words_before_error`` of them. A reply may hold calls, as
     ``<tool_call>{"name": "f", "arguments": {}}</tool_call>``.
 
+    ``by_turn``: replies go by the number of the caller's messages instead, so that an answer begun
+    in vain takes none.
+
     Asked how likely a message is to end (see ``turn_judge``), it says ``end_logprob`` and counts
     no request.
     """
@@ -202,6 +205,7 @@ class ScriptedEngine:
         self.end_logprob = -0.2
         self.judged: list[str] = []
         self.words_before_error = 0
+        self.by_turn = False
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -245,6 +249,8 @@ class ScriptedEngine:
         self.params.append(params)
         self.options.append(cast(OptionFields, options))
         number = len(self.requests)
+        if self.by_turn:
+            number = max(1, sum(message.role == "user" for message in messages))
         self.num_running += 1
         try:
             if self.error is not None and not self.words_before_error:

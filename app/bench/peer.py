@@ -46,7 +46,8 @@ class LlamaCppEngine:
         if "error" in answer:
             await process.wait()
             raise ParleyError(f"llama.cpp cannot be started: {answer['error']}")
-        limits = httpx.Limits(max_connections=None)
+        # Its server drops connections that rest for a few seconds, without a word.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         http = httpx.AsyncClient(base_url=answer["url"], timeout=600.0, limits=limits)
         return cls(process, http)
 
