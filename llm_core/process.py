@@ -343,8 +343,8 @@ def _command_line(descriptor: int) -> list[str]:
 def _environment(config: EngineConfig) -> dict[str, str]:
     """The process's environment: our package importable, and the thread settings.
 
-    They must be set before torch is loaded. The compiled decoder has threads of its own, and torch's
-    must then sleep: spinning, they took a core from it, and from everything else on the machine.
+    They must be set before torch is loaded. The compiled decoder has threads of its own, and those
+    of torch must then sleep: spinning, they took a core from it, and from all else on the machine.
     Where torch computes on several threads, spinning between regions is what makes them pay
     (sleeping costs about 50 us a region, more than most matmuls of a small model), but spinning
     threads that share a core with other work are many times slower than one thread: so ask for more
