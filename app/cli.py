@@ -44,6 +44,15 @@ class Provider(StrEnum):
     audiosocket = "audiosocket"
 
 
+_Timeout = Annotated[
+    float,
+    typer.Option(
+        help="Give up when the server is silent for so many seconds after the recording.",
+        min=0.5,
+        max=3600,
+    ),
+]
+
 cli = typer.Typer(
     name="parley",
     help="A voice assistant that runs on your own machine.",
@@ -150,14 +159,7 @@ def talk(
             help="Say all recordings in one conversation instead of one each.",
         ),
     ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            help="Give up when the server is silent for so many seconds after the recording.",
-            min=0.5,
-            max=3600,
-        ),
-    ] = 15.0,
+    timeout: _Timeout = 15.0,
     home: HomeOption = None,
 ) -> None:
     """Say recordings to Parley at speaking pace, and show what it heard, said, and took.
@@ -233,14 +235,7 @@ def call(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
     ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            help="Give up when the server is silent for so many seconds after the recording.",
-            min=0.5,
-            max=3600,
-        ),
-    ] = 15.0,
+    timeout: _Timeout = 15.0,
     home: HomeOption = None,
 ) -> None:
     """Phone Parley as a provider would, say a recording, and show what it heard, said, and took."""

@@ -6,9 +6,11 @@ send in real time, so they know to the frame what was played, and can fall silen
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from app.transports.base import ChannelClosed
 from audio.codecs import AudioFormat
 
 
@@ -66,3 +68,35 @@ class AudioPort(Protocol):
     async def playback_changed(self) -> None:
         """Returns when ``take_playback`` has something to give. Raises ChannelClosed."""
         ...
+
+
+class PlaybackNotes:
+    """What has happened at the loudspeaker and was not taken yet; behind an ``AudioPort``."""
+
+    def __init__(self) -> None:
+        self._notes: list[Playback] = []
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def add(self, note: Playback) -> None:
+        """It has happened."""
+        self._notes.append(note)
+        self._changed.set()
+
+    def take(self) -> list[Playback]:
+        """See ``AudioPort.take_playback``."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    async def changed(self) -> None:
+        """See ``AudioPort.playback_changed``."""
+        while not self._notes:
+            if self._is_closed:
+                raise ChannelClosed(1000, "the call has ended")
+            self._changed.clear()
+            await self._changed.wait()
+
+    def close(self) -> None:
+        """Wakes who waits."""
+        self._is_closed = True
+        self._changed.set()

@@ -36,16 +36,7 @@ def distill(options: DistillOptions, progress: Progress) -> DistillReport:
     check_target(options.out_dir)
     with open_model(options.model_path) as opened:
         kept = kept_layers(opened.model.config.num_layers, options.num_layers)
-        windows = text_windows(
-            opened,
-            options.text,
-            num_windows=options.num_windows,
-            window_len=options.window_len,
-            model_path=str(options.model_path),
-            num_threads=options.num_threads,
-            seed=options.seed,
-            on_progress=partial(progress, "text"),
-        )
+        windows = text_windows(opened, options, partial(progress, "text"))
         teacher = PlainModel(opened.model.config, opened.model.weights, options.window_len)
     torch.set_num_threads(options.num_threads)
     student = pruned(teacher, kept)

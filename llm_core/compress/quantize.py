@@ -89,16 +89,7 @@ def _texts(
         evaluation = windows_of(ids, options.window_len)
     if evaluation is not None and options.method in ("rtn", "int8", "fp8"):
         return evaluation[:1], evaluation  # nothing is calibrated
-    windows = text_windows(
-        opened,
-        options.text,
-        num_windows=options.num_windows,
-        window_len=options.window_len,
-        model_path=str(options.model_path),
-        num_threads=options.num_threads,
-        seed=options.seed,
-        on_progress=partial(progress, "text"),
-    )
+    windows = text_windows(opened, options, partial(progress, "text"))
     return held_out(windows) if evaluation is None else (windows, evaluation)
 
 

@@ -9,6 +9,7 @@ import torch
 from llm_core.compress.perplexity import windows_of
 from llm_core.compress.self_text import NUM_STREAMS, write_conversations
 from llm_core.errors import InvalidRequestError
+from llm_core.job_options import DistillOptions, QuantizeOptions
 from llm_core.loading.model_weights import ModelWeights
 from llm_core.messages import EngineConfig
 from llm_core.model_files import OpenModel
@@ -19,19 +20,15 @@ _HELD_OUT_SHARE = 8  # one window of so many, and at least one, is kept for meas
 
 def text_windows(
     opened: OpenModel,
-    text: str | None,
-    *,
-    num_windows: int,
-    window_len: int,
-    model_path: str,
-    num_threads: int,
-    seed: int,
+    options: QuantizeOptions | DistillOptions,
     on_progress: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """int64 [S, window_len]: windows of ``text`` spread evenly over it, or (None) conversations
-    that the model writes. Raises InvalidRequestError when the text is too short for two."""
-    if text is not None:
-        windows = windows_of(opened.tokenizer.encode(text), window_len)
+    """int64 [S, window_len]: windows of ``options.text`` spread evenly over it, or (None)
+    conversations that the model writes. Raises InvalidRequestError when the text is too short for
+    two."""
+    num_windows, window_len = options.num_windows, options.window_len
+    if options.text is not None:
+        windows = windows_of(opened.tokenizer.encode(options.text), window_len)
         if len(windows) < 2:
             raise InvalidRequestError(
                 f"the text fills one window of {window_len} tokens, at least two are needed"
@@ -40,14 +37,14 @@ def text_windows(
             windows = windows[torch.linspace(0, len(windows) - 1, num_windows).long()]
         on_progress(1, 1)
         return windows
-    runner = writing_runner(opened.model, model_path, window_len, num_threads)
+    runner = writing_runner(opened.model, str(options.model_path), window_len, options.num_threads)
     return write_conversations(
         runner,
         opened.tokenizer,
         opened.template,
         num_conversations=num_windows,
         length=window_len,
-        seed=seed,
+        seed=options.seed,
         on_progress=on_progress,
     )
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from app.clock import Clock
-from app.transports.audio_port import AudioChunk, Cut, Playback
+from app.transports.audio_port import AudioChunk, Cut, Playback, PlaybackNotes
 from app.transports.base import ChannelClosed
 from app.transports.phone.order import InOrder, Missing
 from app.transports.phone.playout import Frame, PhonePlayout
@@ -39,19 +39,19 @@ class PhoneAudio:
         """The provider has to be told that it shall fall silent."""
         self._wire_format = protocol.input_format
         self._clock = clock
+        self._notes = PlaybackNotes()
         self._playout = PhonePlayout(
             protocol.output_format,
             frame_ms=protocol.frame_ms,
             lead_ms=lead_ms if protocol.lead_ms is None else min(lead_ms, protocol.lead_ms),
             has_marks=protocol.has_marks,
-            on_playback=self._note,
+            on_playback=self._notes.add,
         )
         self._order = InOrder()
         self._concealer = Concealer(protocol.input_format.rate)
         self._incoming: deque[AudioChunk] = deque()
         self._waiting_bytes = 0
-        self._notes: list[Playback] = []
-        self._heard, self._noted = asyncio.Event(), asyncio.Event()
+        self._heard = asyncio.Event()
         self._moved = asyncio.Event()  # the queue has become shorter
         self._is_closed = False
 
@@ -92,15 +92,11 @@ class PhoneAudio:
 
     def take_playback(self) -> list[Playback]:
         """See ``AudioPort``."""
-        notes, self._notes = self._notes, []
-        return notes
+        return self._notes.take()
 
     async def playback_changed(self) -> None:
         """See ``AudioPort``."""
-        while not self._notes:
-            self._raise_if_closed()
-            self._noted.clear()
-            await self._noted.wait()
+        await self._notes.changed()
 
     @property
     def is_silent(self) -> bool:
@@ -139,7 +135,8 @@ class PhoneAudio:
     def close(self) -> None:
         """Wakes everybody who waits here."""
         self._is_closed = True
-        for event in (self._heard, self._noted, self._moved, self.changed):
+        self._notes.close()
+        for event in (self._heard, self._moved, self.changed):
             event.set()
 
     def _add(self, pcm: bytes) -> None:
@@ -152,10 +149,6 @@ class PhoneAudio:
             self._waiting_bytes -= len(self._incoming.popleft().payload)
             self.num_dropped += 1
         self._heard.set()
-
-    def _note(self, playback: Playback) -> None:
-        self._notes.append(playback)
-        self._noted.set()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

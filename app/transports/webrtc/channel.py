@@ -14,7 +14,7 @@ from collections.abc import Callable
 from aiortc import RTCDataChannel
 from aiortc.exceptions import InvalidStateError
 
-from app.transports.audio_port import AudioChunk, Cut, Playback
+from app.transports.audio_port import AudioChunk, Cut, Playback, PlaybackNotes
 from app.transports.base import ChannelClosed
 from app.transports.webrtc.opus import DECODED_RATE, ENCODED_RATE
 from app.transports.webrtc.playout import SILENT_FRAME, OutputBuffer
@@ -167,12 +167,11 @@ class CallAudio:
         self.num_dropped = 0
         self.is_attached = False
         """There is a line."""
-        self.output = OutputBuffer(self._note)
+        self._notes = PlaybackNotes()
+        self.output = OutputBuffer(self._notes.add)
         self._incoming: deque[AudioChunk] = deque()
         self._heard = asyncio.Event()
-        self._notes: list[Playback] = []
         self._has_ear = True
-        self._noted = asyncio.Event()
         self._moved = asyncio.Event()  # the line is there, or the queue has become shorter
         self._is_closed = False
 
@@ -212,20 +211,17 @@ class CallAudio:
 
     def take_playback(self) -> list[Playback]:
         """See ``AudioPort``."""
-        notes, self._notes = self._notes, []
-        return notes
+        return self._notes.take()
 
     async def playback_changed(self) -> None:
         """See ``AudioPort``."""
-        while not self._notes:
-            self._raise_if_closed()
-            self._noted.clear()
-            await self._noted.wait()
+        await self._notes.changed()
 
     def close(self) -> None:
         """Wakes everybody who waits here."""
         self._is_closed = True
-        for event in (self._heard, self._noted, self._moved):
+        self._notes.close()
+        for event in (self._heard, self._moved):
             event.set()
 
     # --- the side of the line ---
@@ -260,10 +256,6 @@ class CallAudio:
         frame = self.output.next_frame()
         self._moved.set()
         return frame
-
-    def _note(self, note: Playback) -> None:
-        self._notes.append(note)
-        self._noted.set()
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
