@@ -17,6 +17,7 @@ from rich.table import Table
 
 from app.cli_models import HomeOption
 from app.cli_quantize import perplexity
+from app.cli_replay import replay
 from app.config import load_settings
 from app.errors import ParleyError
 from app.model_store import ModelStore
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from app.bench import llm
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+bench_app.command()(replay)
 
 # Units in the figures' names, and whether more is better; for the table alone.
 _DESCRIPTIONS = {

@@ -29,6 +29,7 @@ from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
+from app.engine_options import engine_config
 from app.errors import ConfigError, ModelStoreError
 from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
@@ -44,7 +45,7 @@ from audio.asr import Recognizer
 from audio.errors import AudioError
 from audio.tts import Synthesizer
 from audio.vad import VadModel
-from llm_core import ChatMessage, EngineClient, EngineConfig, InvalidRequestError, LlmError
+from llm_core import ChatMessage, EngineClient, InvalidRequestError, LlmError
 
 __all__ = ["WEB_ROOT", "build_services", "create_app", "listening", "serve"]
 
@@ -124,17 +125,7 @@ class _Paths:
 async def _load_engine(
     settings: Settings, tools: ToolBox, paths: _Paths, stack: AsyncExitStack
 ) -> EngineClient:
-    config = EngineConfig(
-        model_path=str(await paths.of(settings.llm_model)),
-        num_threads=settings.llm_threads,
-        max_sequences=settings.llm_max_sequences,
-        max_context=settings.llm_max_context,
-        kv_dtype=settings.llm_kv_dtype,
-        policy=settings.llm_policy,
-        max_step_ms=settings.llm_max_step_ms,
-        standby=settings.llm_standby,
-        native_cache_dir=str(settings.home / "native"),
-    )
+    config = engine_config(settings, await paths.of(settings.llm_model))
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)
     await _keep_instructions(engine, settings.instructions, tools)

@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("api", "transports", "auth", "client_secrets", "rate_limits", "connections"),
         ("conversation",),
         ("observe",),
+        ("engine_options",),
         ("model_store", "model_hub", "model_wheel", "model_catalog", "logging_setup", "clock"),
         ("config", "errors"),
     ),
@@ -86,7 +87,14 @@ ONLY_IN = {
 
 # Modules that load the code of a command only when it is chosen, so that `parley --help` does not
 # wait for torch. Their imports obey the layers and the ban on cycles like all others.
-LAZY = {"app.cli", "app.cli_bench", "app.bench.llm", "app.bench.llama_cpp", "llm_core.model_jobs"}
+LAZY = {
+    "app.cli",
+    "app.cli_bench",
+    "app.cli_replay",
+    "app.bench.llm",
+    "app.bench.llama_cpp",
+    "llm_core.model_jobs",
+}
 
 # Parts of a declared dependency that are distributed, and versioned, by it.
 COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
