@@ -43,6 +43,7 @@ from llm_core.messages import (
     RegexGuide,
     RequestOptions,
     SamplingParams,
+    Speculation,
     TextDelta,
     TokenLogprob,
     ToolCall,
@@ -51,6 +52,7 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
+from llm_core.model_hash import content_hash
 from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
 from llm_core.tool_calls import (
     ToolArguments,
@@ -98,6 +100,7 @@ __all__ = [
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",
+    "Speculation",
     "TextDelta",
     "TokenLogprob",
     "ToolArguments",
@@ -111,6 +114,7 @@ __all__ = [
     "ToolSpec",
     "ToolText",
     "Usage",
+    "content_hash",
     "distill_model",
     "measure_perplexity",
     "quantize_model",

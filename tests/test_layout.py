@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("phone_peers",),
         ("talk_client", "talk_log", "recording", "waterfall", "server_process", "trace_source"),
         ("server",),
+        ("engine_start",),
         ("web",),
         ("http_protocol",),
         ("api", "transports", "auth", "client_secrets", "rate_limits", "connections"),
@@ -64,6 +65,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("blocks",),
         ("sequence",),
         ("config",),
+        ("model_hash",),
         ("errors", "messages", "job_options"),  # leaves
     ),
 }
