@@ -39,6 +39,7 @@ class Tally:
     v2v_ms: list[float] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
     difference_ms: list[float] = field(default_factory=list)
+    signed_ms: list[float] = field(default_factory=list)
     barge_in_ms: list[float] = field(default_factory=list)
     stages_ms: dict[str, list[float]] = field(default_factory=dict)
     num_turns: int = 0
@@ -82,6 +83,7 @@ class Tally:
                 self.gap_ms.append(gap)
             if own is not None and gap is not None:
                 self.difference_ms.append(abs(own - gap))
+                self.signed_ms.append(gap - own)
 
     def _take_barge_in(self, said: Utterance, result: TalkResult) -> None:
         onset = said.audio.voiced.first_after(said.second_from)
@@ -100,7 +102,11 @@ class Tally:
             "wall_s": round(wall_s, 1),
             "v2v_ms": percentiles(self.v2v_ms),
             "gap_in_recording_ms": percentiles(self.gap_ms)
-            | {"difference": percentiles(self.difference_ms)},
+            | {
+                "difference": percentiles(self.difference_ms),
+                # The recording's silence minus the trace's: what is on one side of the other.
+                "signed": percentiles(self.signed_ms, (5, 50, 95)),
+            },
             "stages_ms": {stage: median(ms) for stage, ms in self.stages_ms.items()},
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
