@@ -139,18 +139,31 @@ def run(
     """
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
-    return asyncio.run(_run(callers, turns, url, api_key, home, record, on_note))
+    return asyncio.run(
+        run_async(
+            callers=callers,
+            turns=turns,
+            url=url,
+            api_key=api_key,
+            home=home,
+            record=record,
+            on_note=on_note,
+        )
+    )
 
 
-async def _run(
-    callers: int,
-    turns: int,
-    url: str | None,
-    api_key: str | None,
-    home: Path | None,
-    record: Path | None,
-    on_note: Callable[[str], None],
+async def run_async(
+    *,
+    callers: int = 1,
+    turns: int = 8,
+    url: str | None = None,
+    api_key: str | None = None,
+    home: Path | None = None,
+    record: Path | None = None,
+    server: dict[str, str] | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
+    """``run`` on a loop that runs. ``server``: environment of the server that is started."""
     settings = load_settings(home=home)
     voice = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model))
     vad = VadModel()
@@ -160,8 +173,8 @@ async def _run(
     async with AsyncExitStack() as stack:
         pid = None
         if url is None:
-            server = await stack.enter_async_context(own_server(home=home))
-            url, pid = server.url, server.process.pid
+            own = await stack.enter_async_context(own_server(home=home, settings=server))
+            url, pid = own.url, own.process.pid
         cpu_before, started = _cpu(pid), time.monotonic()
         async with asyncio.TaskGroup() as calls:
             for number in range(callers):
