@@ -188,12 +188,11 @@ class Hearing:
         samples = listener.take(start, end)
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), session_id, spoken=True)
-        voiced_len = (end if last_voiced is None else last_voiced) - start
-        voice_end = find_voice_end(samples, voiced_len)
-        trace.mark("speech_end", listener.spoken_ns(start + voice_end))
+        place = place_of_end(listener, start, end, last_voiced)
+        trace.mark("speech_end", place.spoken_ns)
         trace.mark("endpoint", now_ns)
         if self._services.settings.record:
-            trace.record(samples, voice_end)
+            trace.record(samples, place.sample - start)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
         listener.forget(end)
@@ -231,6 +230,24 @@ class Hearing:
         self._transcriber.begin_turn()
         self._told = ""
         self._num_read_words = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VoicePlace:
+    """The end of a voice: a position of the session's audio, and when it was spoken."""
+
+    sample: int
+    spoken_ns: int
+
+
+def place_of_end(
+    listener: Listener, start_sample: int, end_sample: int, last_voiced_sample: int | None
+) -> VoicePlace:
+    """Where the voice in [start, end) ended, of which the VAD says ``last_voiced_sample``."""
+    samples = listener.take(start_sample, end_sample)
+    voiced_len = (end_sample if last_voiced_sample is None else last_voiced_sample) - start_sample
+    sample = start_sample + find_voice_end(samples, voiced_len)
+    return VoicePlace(sample, listener.spoken_ns(sample))
 
 
 def untold(told: str, text: str) -> str:
