@@ -23,6 +23,7 @@ from rich.text import Text
 from app.cli_models import HomeOption
 from app.config import load_settings
 from app.errors import ClientError
+from app.observe.canary import LANES
 from app.observe.query import STAGE_NAMES, TraceFilter, instant_ms, period_before
 from app.observe.store import Turn
 from app.observe.trace import OUTCOMES
@@ -46,6 +47,7 @@ _MinMs = Annotated[float | None, typer.Option(help="Only turns as slow, voice to
 _Since = Annotated[str | None, typer.Option(help="Not before: 24h, 7d, or 2026-01-31T12:00.")]
 _Until = Annotated[str | None, typer.Option(help="Before this time.")]
 _OverBudget = Annotated[bool, typer.Option("--over-budget", help="Only turns over budget.")]
+_Engine = Annotated[str | None, typer.Option("--engine", help="In a roll-out: stable or canary.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 _WHOLE = "voice to voice"
@@ -68,6 +70,7 @@ def traces(
     since: _Since = None,
     until: _Until = None,
     over_budget: _OverBudget = False,
+    engine: _Engine = None,
     limit: Annotated[int, typer.Option(help="How many turns.", min=1, max=1000)] = 20,
     as_json: _Json = False,
     url: _Url = None,
@@ -77,7 +80,7 @@ def traces(
     """Where the time of the turns went. Without a command: list them, newest first."""
     if context.invoked_subcommand is not None:
         return
-    chosen = _chosen(conversation, outcome, min_ms, since, until, over_budget)
+    chosen = _chosen(conversation, outcome, min_ms, since, until, over_budget, engine)
     page = _source(url, api_key, home).page(chosen, limit)
     if as_json:
         _print_json({"object": "list", "data": page.turns, "next_cursor": page.next_cursor})
@@ -160,12 +163,13 @@ def export(
     since: _Since = None,
     until: _Until = None,
     over_budget: _OverBudget = False,
+    engine: _Engine = None,
     url: _Url = None,
     api_key: _ApiKey = None,
     home: HomeOption = None,
 ) -> None:
     """Write turns for other programs."""
-    chosen = _chosen(conversation, outcome, min_ms, since, until, over_budget)
+    chosen = _chosen(conversation, outcome, min_ms, since, until, over_budget, engine)
     source = _source(url, api_key, home)
     num_turns = 0
     with _output(out) as write:
@@ -195,11 +199,14 @@ def _chosen(
     since: str | None,
     until: str | None,
     over_budget: bool,
+    engine: str | None,
 ) -> TraceFilter:
     outcomes = tuple(name.strip() for name in outcome.split(",")) if outcome else ()
     for name in outcomes:
         if name not in OUTCOMES:
             raise typer.BadParameter(f"there is no outcome {name!r}: {', '.join(OUTCOMES)}")
+    if engine is not None and engine not in LANES:
+        raise typer.BadParameter(f"there is no engine {engine!r}: {', '.join(LANES)}")
     try:
         return TraceFilter(
             session_id=conversation,
@@ -208,6 +215,7 @@ def _chosen(
             since_ms=instant_ms(since, "--since"),
             until_ms=instant_ms(until, "--until"),
             over_budget=over_budget,
+            engine=engine,
         )
     except ClientError as error:
         raise typer.BadParameter(error.message) from error

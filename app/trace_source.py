@@ -137,6 +137,7 @@ def _parameters(chosen: TraceFilter) -> dict[str, Any]:
         "since": None if chosen.since_ms is None else chosen.since_ms / 1000,
         "until": None if chosen.until_ms is None else chosen.until_ms / 1000,
         "over_budget": "true" if chosen.over_budget else None,
+        "engine": chosen.engine,
     }
 
 

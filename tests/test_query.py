@@ -65,6 +65,17 @@ def test_filters_choose_and_combine() -> None:
     assert ids(query, session_id="' OR 1=1 --") == []
 
 
+def test_turns_of_one_engine_are_chosen() -> None:
+    turns = [turn_at(n, facts={"engine": lane}) for n, lane in enumerate(("stable", "canary"))]
+    query = query_of(*turns, turn_at(2))
+    assert (ids(query, engine="canary"), ids(query, engine="stable"), len(ids(query))) == (
+        [1],
+        [0],
+        3,
+    )
+    assert query.stats(TraceFilter(engine="canary"))["summary"]["turns"] == 1
+
+
 def test_pages_lead_through_all_turns_once_even_while_more_arrive() -> None:
     store = TraceStore(None, Retention())
     query = TraceQuery(store)

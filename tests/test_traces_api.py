@@ -71,6 +71,7 @@ async def test_filters(http: httpx.AsyncClient, query: str, expected: int) -> No
         ("?cursor=-1", "cursor"),
         (f"?cursor={2**70}", "cursor"),
         ("?outcome=happy", "outcome"),
+        ("?engine=new", "engine"),
         ("?since=yesterday", "since"),
         ("?since=nan", "since"),
         ("?until=1e99", "until"),

@@ -13,6 +13,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.errors import ClientError
+from app.observe.canary import LANES
 from app.observe.query import TraceFilter, TraceQuery, instant_ms
 from app.observe.trace import OUTCOMES
 from app.observe.writer import TraceWriter
@@ -54,8 +55,16 @@ def chosen_turns(
     since: Time = None,
     until: Time = None,
     over_budget: bool = False,
+    engine: Id = None,
 ) -> TraceFilter:
-    """The filter of a query. Raises ClientError for an outcome or a time that does not exist."""
+    """The filter of a query. Raises ClientError for an outcome, a time or an engine that does not
+    exist."""
+    if engine and engine not in LANES:
+        raise ClientError(
+            f"Invalid value for 'engine': {engine!r}. Expected {' or '.join(LANES)}.",
+            code="invalid_value",
+            param="engine",
+        )
     outcomes = tuple(name.strip() for name in outcome.split(",")) if outcome else ()
     for name in outcomes:
         if name not in OUTCOMES:
@@ -72,6 +81,7 @@ def chosen_turns(
         since_ms=instant_ms(since, "since"),
         until_ms=instant_ms(until, "until"),
         over_budget=over_budget,
+        engine=engine or None,
     )
 
 
@@ -121,6 +131,7 @@ def traces_router(traces: TraceWriter) -> APIRouter:
                 since_ms=instant_ms(compare_since, "compare_since"),
                 until_ms=instant_ms(compare_until, "compare_until"),
                 over_budget=chosen.over_budget,
+                engine=chosen.engine,
             )
         return query.stats(chosen, bucket_s=bucket_s, compare_with=compare_with)
 

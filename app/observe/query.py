@@ -39,6 +39,7 @@ class TraceFilter:
     since_ms: int | None = None
     until_ms: int | None = None
     over_budget: bool = False
+    engine: str | None = None
 
     def where(self, before_seq: int | None = None) -> tuple[str, list[Any]]:
         """A WHERE clause and its values."""
@@ -49,6 +50,7 @@ class TraceFilter:
             ("voice_to_voice_ms >= ?", self.min_voice_to_voice_ms),
             ("ended_at_ms >= ?", self.since_ms),
             ("ended_at_ms < ?", self.until_ms),
+            ("engine = ?", self.engine),
             ("seq < ?", before_seq),
         ):
             if value is not None:

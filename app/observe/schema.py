@@ -33,7 +33,7 @@ CREATE INDEX turns_by_end ON turns (ended_at_ms);
 # What each stage took, for percentiles over thousands of turns; and whether any budget was missed.
 _STAGE_COLUMNS = tuple(f"{stage}_ms" for stage, _ in STAGES)
 _FIELDS = ("turn_id", "session_id", "ended_at_ms", "outcome", "voice_to_voice_ms")
-COLUMNS = (*_FIELDS, *_STAGE_COLUMNS, "over_budget", "record")
+COLUMNS = (*_FIELDS, *_STAGE_COLUMNS, "over_budget", "engine", "record")
 INSERT = (
     f"INSERT OR REPLACE INTO turns ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
 )
@@ -56,7 +56,12 @@ def _add_stages(db: sqlite3.Connection) -> None:
     db.execute("CREATE INDEX turns_by_wait ON turns (voice_to_voice_ms)")
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_create, _add_stages)
+def _add_engine(db: sqlite3.Connection) -> None:
+    """Older turns are from before there was a choice."""
+    db.execute("ALTER TABLE turns ADD COLUMN engine TEXT")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_create, _add_stages, _add_engine)
 VERSION = len(MIGRATIONS)
 
 
@@ -69,7 +74,8 @@ def row_of(turn: Mapping[str, Any]) -> tuple[Any, ...]:
     fields = [turn[name] for name in _FIELDS]
     stages = [turn["stages_ms"].get(stage) for stage, _ in STAGES]
     over_budget = int(bool((turn.get("budget") or {}).get("misses_ms")))
-    return (*fields, *stages, over_budget, msgspec.json.encode(turn))
+    engine = turn["facts"].get("engine")
+    return (*fields, *stages, over_budget, engine, msgspec.json.encode(turn))
 
 
 def migrate(db: sqlite3.Connection) -> int:

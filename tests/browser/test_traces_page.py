@@ -139,6 +139,13 @@ async def test_a_turn_is_shown_against_its_budget(open_page: OpenPage, database:
         await page.goto("about:blank")
         await page.goto(address)
         await expect(dialog).to_contain_text(f"{whole} ms voice to voice")
+        # Also when it is pasted into the page that is open, on another view.
+        await page.keyboard.press("Escape")
+        await page.select_option("[name=outcome]", "answered")
+        await shown(page)
+        await page.evaluate("hash => { location.hash = hash; }", address.partition("#")[2])
+        await expect(dialog).to_contain_text(f"{whole} ms voice to voice")
+        await expect(page.locator("[name=outcome]")).to_have_value("")
 
 
 async def test_filters_choose_and_more_turns_can_be_had(

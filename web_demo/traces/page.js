@@ -29,7 +29,6 @@ class TracesPage {
   }
 
   async start() {
-    this.readAddress();
     this.filters.addEventListener("input", () => this.changed());
     this.filters.addEventListener("submit", (event) => event.preventDefault());
     byId("clear").addEventListener("click", () => {
@@ -43,6 +42,14 @@ class TracesPage {
       this.attempt(() => this.load());
     });
     watchDetail(() => this.writeAddress(null));
+    // Somebody pastes another view's address into this page; our own changes are not announced.
+    window.addEventListener("hashchange", () => void this.follow());
+    await this.follow();
+  }
+
+  /** Shows what the address says. */
+  async follow() {
+    this.readAddress();
     await this.attempt(() => this.load());
     const turnId = new URLSearchParams(location.hash.slice(1)).get("turn");
     if (turnId) await this.attempt(() => this.open(turnId));
@@ -64,6 +71,7 @@ class TracesPage {
         min_voice_to_voice_ms: String(form.get("min_ms") ?? ""),
         conversation: String(form.get("conversation") ?? "").trim(),
         over_budget: form.has("over_budget"),
+        engine: String(form.get("engine") ?? ""),
       },
     };
   }
@@ -212,8 +220,7 @@ class TracesPage {
     for (const field of this.filters.elements) {
       if (field instanceof HTMLInputElement && field.type === "checkbox") field.checked = kept.has(field.name);
       else if (field instanceof HTMLInputElement || field instanceof HTMLSelectElement) {
-        const value = kept.get(field.name);
-        if (value !== null) field.value = value;
+        field.value = kept.get(field.name) ?? "";
       }
     }
   }

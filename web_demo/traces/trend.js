@@ -6,6 +6,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [560, 240];
 const [LEFT, RIGHT, TOP, BOTTOM] = [44, 44, 12, 26];
 const LINES = ["p99", "p95", "p50"];
+/** Between the names of two lines that end close to each other. */
+const NAME_GAP = 12;
 
 /**
  * @typedef {{start_ms: number, turns: number, failed: number,
@@ -60,6 +62,7 @@ function chart(buckets, bucketS) {
   drawing.append(label(whenMinute(first), LEFT, HEIGHT - 6, "start"));
   if (last > first) drawing.append(label(whenMinute(last), WIDTH - RIGHT, HEIGHT - 6, "end"));
   for (const name of LINES) drawLine(drawing, buckets, name, bucketS * 1000, x, y);
+  drawNames(drawing, buckets[buckets.length - 1], y);
   for (const bucket of buckets.filter(({ failed }) => failed)) {
     const at = { class: "failed", x: x(bucket.start_ms) - 2, y: HEIGHT - BOTTOM - 4, width: 4, height: 4 };
     const mark = shape("rect", at);
@@ -70,7 +73,7 @@ function chart(buckets, bucketS) {
 }
 
 /**
- * A line that is broken where nobody called, with the newest value beside its end.
+ * A line that is broken where nobody called.
  *
  * @param {SVGElement} drawing
  * @param {Bucket[]} buckets
@@ -91,8 +94,23 @@ function drawLine(drawing, buckets, name, bucketMs, x, y) {
     drawing.append(dot);
   }
   drawing.append(shape("path", { class: `line ${name}`, d: path }));
-  const newest = buckets[buckets.length - 1];
-  drawing.append(label(name, WIDTH - RIGHT + 8, y(wait(newest, name)) + 4, "start"));
+}
+
+/**
+ * Each line's name beside its end; where ends meet, the names stay one above the other.
+ *
+ * @param {SVGElement} drawing
+ * @param {Bucket} newest
+ * @param {(value: number) => number} y
+ */
+function drawNames(drawing, newest, y) {
+  const ends = LINES.map((name) => ({ name, at: y(wait(newest, name)) + 4 }));
+  ends.sort((one, other) => other.at - one.at);
+  let below = Infinity;
+  for (const { name, at } of ends) {
+    below = Math.min(at, below - NAME_GAP);
+    drawing.append(label(name, WIDTH - RIGHT + 8, below, "start"));
+  }
 }
 
 /**
