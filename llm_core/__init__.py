@@ -23,6 +23,8 @@ from llm_core.job_options import (
     QuantizeMethod,
     QuantizeOptions,
     QuantizeReport,
+    ShortenOptions,
+    ShortenReport,
 )
 from llm_core.messages import (
     Alternative,
@@ -51,7 +53,7 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
-from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
+from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model, shorten_text
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -98,6 +100,8 @@ __all__ = [
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",
+    "ShortenOptions",
+    "ShortenReport",
     "TextDelta",
     "TokenLogprob",
     "ToolArguments",
@@ -114,4 +118,5 @@ __all__ = [
     "distill_model",
     "measure_perplexity",
     "quantize_model",
+    "shorten_text",
 ]
