@@ -138,6 +138,11 @@ class Settings(BaseSettings):
     )
     max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
+    summarise_forgotten: bool = Field(
+        default=False,
+        description="the model sums up what its context has no more room for; not for small models",
+    )
+
     turn_detection: Literal["server_vad", "semantic_vad"] = Field(
         default="semantic_vad",
         description="how turns end in sessions that do not say it: by what was said, or by silence",

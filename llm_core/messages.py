@@ -132,6 +132,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     after that; ``overflow``: what happens to a conversation longer than the context: it is refused,
     or its oldest turns are left out (the answer says how many messages) until about
     ``retention_ratio`` of the room for a prompt is taken, so that the next turns have room too.
+    ``spare_tokens`` more than the reply's must be free besides (of a quarter of the context at
+    most): with it a prefill makes room for what will be said next.
     ``downgrades`` allows the engine, when the deadline is at risk, to answer from the last turn
     alone, or shortly; FirstToken says which it did.
     """
@@ -142,6 +144,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     overflow: Overflow = "refuse"
     retention_ratio: float = 0.75
+    spare_tokens: int = 0
     downgrades: tuple[Downgrade, ...] = ()
 
 
@@ -154,6 +157,7 @@ class OptionFields(TypedDict, total=False):
     timeout_ms: int | None
     overflow: Overflow
     retention_ratio: float
+    spare_tokens: int
     downgrades: tuple[Downgrade, ...]
 
 

@@ -45,6 +45,7 @@ from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
+from app.conversation.upkeep import tend
 from app.errors import ClientError
 from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
@@ -420,6 +421,8 @@ class Session:
         if self._turn is turn:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
+            if self._ahead.is_idle:
+                self._ahead.do(tend(self._services, self.config, self._history))
         await self._sink(ResponseDone(turn.response))
         log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self.config.send_traces:

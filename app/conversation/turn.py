@@ -86,6 +86,7 @@ class Turn:
         self.messages = messages
         self.response = response
         self.trace = trace
+        trace.facts["forgotten_items"] = history.num_forgotten
         self.on_audio_started: Callable[[], None] = lambda: None
         self.on_sound: Callable[[Samples, int, int], None] = lambda samples, rate, at_ns: None
         """Hears of all audio float32 [n] that is sent, its rate, and when it sounds."""
