@@ -37,7 +37,7 @@ try:
 
     HAS_WEBRTC = True
 except ModuleNotFoundError as missing:  # the extra ``webrtc`` is not installed
-    if (missing.name or "").split(".")[0] not in ("aiortc", "aioice", "av"):
+    if (missing.name or "").split(".")[0] not in ("aiortc", "aioice", "av", "libopus"):
         raise
     HAS_WEBRTC = False
 
