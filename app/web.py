@@ -27,7 +27,7 @@ from app.api.metrics import metrics_router
 from app.api.models import models_router
 from app.api.phone import PhoneDesk, add_phone
 from app.api.realtime import MakeSession, RealtimeConnection
-from app.api.realtime_names import OWN_NAME
+from app.api.realtime_names import OWN_NAME, is_beta
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
@@ -213,6 +213,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
                 make_session=make_session,
                 opening=grant.session,
                 pace=limits.pacer(owner),
+                is_beta=is_beta(websocket.headers),
             )
             with connections.entered(channel, lambda: connection.is_busy):
                 await connection.run()
