@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("server",),
         ("web",),
         ("http_protocol",),
-        ("api", "transports", "auth", "client_secrets", "rate_limits", "connections"),
+        ("api", "transports", "auth", "client_secrets", "rate_limits", "connections", "pages"),
         ("conversation",),
         ("observe",),
         ("model_store", "model_hub", "model_wheel", "model_catalog", "logging_setup", "clock"),
