@@ -110,6 +110,21 @@ class Settings(BaseSettings):
     asr_model: str = "package:whisper-tiny.en"
     tts_model: str = "package:piper-en_US-joe-medium"
 
+    llm_sha256: str = Field(
+        default="", description="the model must have this content, or the server does not start"
+    )
+    canary: str = Field(
+        default="",
+        description="a second engine to roll out: MODEL,name=value,... (app/engine_options.py)",
+    )
+    canary_share: float = Field(
+        default=0.1, ge=0.0, le=0.9, description="of the conversations, those of the second engine"
+    )
+    canary_sha256: str = Field(default="", description="as llm_sha256, of the second engine")
+    canary_patience_ms: int = Field(
+        default=1500, ge=50, le=60_000, description="after so long without a sign it is not asked"
+    )
+
     llm_threads: int = Field(default=1, ge=1, le=256)
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)

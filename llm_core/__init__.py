@@ -45,6 +45,7 @@ from llm_core.messages import (
     RegexGuide,
     RequestOptions,
     SamplingParams,
+    Speculation,
     TextDelta,
     TokenLogprob,
     ToolCall,
@@ -53,6 +54,7 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
+from llm_core.model_hash import content_hash
 from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model, shorten_text
 from llm_core.tool_calls import (
     ToolArguments,
@@ -102,6 +104,7 @@ __all__ = [
     "SamplingParams",
     "ShortenOptions",
     "ShortenReport",
+    "Speculation",
     "TextDelta",
     "TokenLogprob",
     "ToolArguments",
@@ -115,6 +118,7 @@ __all__ = [
     "ToolSpec",
     "ToolText",
     "Usage",
+    "content_hash",
     "distill_model",
     "measure_perplexity",
     "quantize_model",

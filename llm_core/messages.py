@@ -212,6 +212,20 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts did. ``num_steps`` of a sequence verified ``num_drafted`` drafts, of which
+    ``num_accepted`` were right; by depth: the first entry counts drafts that follow known text.
+    ``draft_ns`` was spent on drafting, ``verify_ns`` on the steps that verified."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    draft_ns: int = 0
+    verify_ns: int = 0
+
+
 class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The last event of a generation."""
 
@@ -219,13 +233,14 @@ class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     usage: Usage
     num_steps: int
     finished_ns: int
+    speculation: Speculation = Speculation()
 
 
 GenerationEvent = FirstToken | TextDelta | GenerationDone
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine has loaded."""
+    """What the engine has loaded. ``content_hash``: see ``model_hash``."""
 
     name: str
     context_len: int
@@ -234,6 +249,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     num_threads: int
     tool_format: ToolFormat = "hermes"
+    content_hash: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,6 +272,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_preempted: int = 0
     total_timeouts: int = 0
     total_downgraded: int = 0
+    speculation: Speculation = Speculation()
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):

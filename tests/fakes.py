@@ -162,8 +162,11 @@ class ScriptedReply:
     async def __aexit__(self, *reason: object) -> None:
         await self._events.aclose()
 
-    def __aiter__(self) -> AsyncGenerator[GenerationEvent, None]:
-        return self._events
+    def __aiter__(self) -> ScriptedReply:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        return await anext(self._events)
 
     def set_deadline(self, deadline_ns: int | None) -> None:
         self.deadlines_ns.append(deadline_ns)
@@ -239,7 +242,7 @@ class ScriptedEngine:
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
-        if params.continue_last:
+        if params.continue_last and params.logprobs is not None:
             self.judged.append(messages[-1].content)
             top = (Alternative(b".", self.end_logprob),)
             said = (TokenLogprob(token=b".", logprob=self.end_logprob, top=top),)

@@ -189,10 +189,11 @@ class Hearing:
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), session_id, spoken=True)
         voiced_len = (end if last_voiced is None else last_voiced) - start
-        trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
+        voice_end = find_voice_end(samples, voiced_len)
+        trace.mark("speech_end", listener.spoken_ns(start + voice_end))
         trace.mark("endpoint", now_ns)
         if self._services.settings.record:
-            trace.record(samples, voiced_len)
+            trace.record(samples, voice_end)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
         listener.forget(end)

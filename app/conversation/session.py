@@ -75,7 +75,7 @@ class Session:
     ) -> None:
         self.id = new_id("sess")
         self.config = config
-        self._services = services
+        self._services = services = services.for_conversation(self.id)
         self._sink = sink
         self._clock = clock or MonotonicClock()
         self._hearing = Hearing(services, config, self._clock)

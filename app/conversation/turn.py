@@ -430,6 +430,7 @@ class Turn:
             finish_reason=event.finish_reason,
             finished_ns=event.finished_ns,
         )
+        self.trace.note_speculation(event.speculation)
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"
 

@@ -12,6 +12,7 @@ import math
 import time
 from contextlib import aclosing
 
+from app.conversation.engines import TalkEngine
 from app.conversation.services import Services
 from app.conversation.session_config import TurnDetection
 from audio import turn_end
@@ -20,7 +21,6 @@ from audio.prosody import Prosody, measure_end
 from audio.voice_end import find_voice_end
 from llm_core import (
     ChatMessage,
-    EngineClient,
     LlmError,
     OptionFields,
     RequestTimeoutError,
@@ -71,7 +71,7 @@ def _prosody(samples: Samples, voiced_len: int) -> Prosody:
 
 
 async def end_of_turn_logprob(
-    engine: EngineClient, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
+    engine: TalkEngine, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
 ) -> float | None:
     """Natural log-probability that the last message ends after its last word.
 
