@@ -11,7 +11,7 @@ Only ``CudaCapture`` needs a GPU; all decisions are made on plain numbers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -20,7 +20,10 @@ import torch
 # Of sequences in a step, and of rows of each: one for decoding, more for verification of drafts.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# Of the longest sequence: attention is launched for as many positions as there may be.
+LENGTH_BUCKETS = (2048, 8192, 32768, 131072)
 _MAX_ROWS = 512  # of a step: beyond, kernels take so long that launching them hides behind it
+_SPARE_ROWS = 8  # that a step may be padded with, besides as many as it has
 _NUM_WARM_UPS = 2  # runs before recording: kernels are compiled, workspaces allocated
 _RECORD_AT = 3  # the time a shape is seen at which it is worth recording
 _MAX_GRAPHS = 48  # each keeps its inputs, outputs and launch records: some MB
@@ -28,31 +31,42 @@ _MAX_GRAPHS = 48  # each keeps its inputs, outputs and launch records: some MB
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """A step of ``num_sequences`` segments of ``rows_each`` rows; both are buckets."""
+    """Up to ``num_sequences`` segments of up to ``rows_each`` rows, none of which ends beyond
+    ``max_length`` positions."""
 
     num_sequences: int
     rows_each: int
+    max_length: int
 
     @property
     def num_rows(self) -> int:
         return self.num_sequences * self.rows_each
 
 
-def shape_for(lengths: list[int], max_sequences: int) -> StepShape | None:
-    """The smallest shape that holds segments of these lengths; None where a step like this is not
-    worth a graph: a prompt's chunk is in it, or it is large."""
-    longest = max(lengths)
-    if longest > ROW_BUCKETS[-1] or len(lengths) > max_sequences:
+def shape_for(lengths: Sequence[int], longest: int, max_context: int) -> StepShape | None:
+    """The smallest shape for segments of these numbers of rows, of which the last position is
+    ``longest`` - 1; None where a step like this is not worth a graph: a prompt's chunk is in it, or
+    it is large."""
+    most = max(lengths)
+    if most > ROW_BUCKETS[-1] or len(lengths) > SEQUENCE_BUCKETS[-1]:
         return None
-    at = bisect_left(SEQUENCE_BUCKETS, len(lengths))
-    if at == len(SEQUENCE_BUCKETS):
+    num_sequences = SEQUENCE_BUCKETS[bisect_left(SEQUENCE_BUCKETS, len(lengths))]
+    rows_each = ROW_BUCKETS[bisect_left(ROW_BUCKETS, most)]
+    at = bisect_left(LENGTH_BUCKETS, longest)
+    bound = LENGTH_BUCKETS[at] if at < len(LENGTH_BUCKETS) else max_context
+    shape = StepShape(num_sequences, rows_each, min(bound, max_context))
+    # What is padded with must not cost more than launching did: one long segment beside many
+    # single rows would be paid by each of them.
+    if shape.num_rows > min(_MAX_ROWS, 2 * sum(lengths) + _SPARE_ROWS):
         return None
-    rows_each = ROW_BUCKETS[bisect_left(ROW_BUCKETS, longest)]
-    shape = StepShape(SEQUENCE_BUCKETS[at], rows_each)
-    if shape.num_rows > _MAX_ROWS:
-        return None
-    # A chunk of a prompt beside many decoding rows would be paid by each of them.
-    return shape if shape.num_rows <= 2 * sum(lengths) + ROW_BUCKETS[3] else None
+    return shape
+
+
+def decode_shapes(max_sequences: int, max_context: int) -> list[StepShape]:
+    """What is recorded before the first request: decode steps of up to ``max_sequences``."""
+    last = bisect_left(SEQUENCE_BUCKETS, min(max_sequences, SEQUENCE_BUCKETS[-1]))
+    length = min(LENGTH_BUCKETS[0], max_context)
+    return [StepShape(count, 1, length) for count in SEQUENCE_BUCKETS[: last + 1]]
 
 
 class Graph(Protocol):
@@ -108,7 +122,8 @@ class StepGraphs(Generic[State]):
         *,
         max_graphs: int = _MAX_GRAPHS,
     ) -> None:
-        """``run`` computes a state's outputs from its inputs, without waiting for the device."""
+        """``make_state`` makes inputs that can be computed on; ``run`` computes a state's outputs
+        from its inputs, without waiting for the device."""
         self._capture = capture
         self._make_state = make_state
         self._run = run
