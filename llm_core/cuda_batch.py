@@ -108,7 +108,7 @@ def pack(batch: ForwardBatch, layout: StepLayout, block_size: int, words: torch.
         positions[rows] = where
         if segment.parents is not None and segment.is_tree:
             positions[rows] = segment.start + np.array(tree_depths(segment.parents))
-        if 1 < segment.length <= MAX_TREE_ROWS or segment.is_tree:
+        if segment.length <= MAX_TREE_ROWS or segment.is_tree:
             ancestors[rows] = ancestor_words(segment)
         starts[index], ends[index] = segment.start, segment.end
         at += segment.length
