@@ -1,4 +1,4 @@
-"""A step's input as one run of int32 words, so that it reaches the device, or another rank, at once.
+"""A step's input as one run of int32 words: it reaches the device, or another rank, at once.
 
     token_ids [T] | positions [T] | slots [T] | ancestors [T, 2] | row_starts [B + 1] | starts [B]
     | ends [B] | logit_rows [R] | block_tables [B, W]

@@ -58,13 +58,9 @@ def gpu_weight(
     if weight_format in ("auto", "int4"):
         grouped = _grouped(weight, only_4_bits=weight_format == "int4")
         if grouped is not None and grouped.bits == 4:
-            return _on(
-                device, pack_int4(grouped.codes, grouped.scale, grouped.zero, grouped.group)
-            )
+            return _on(device, pack_int4(grouped.codes, grouped.scale, grouped.zero, grouped.group))
         if grouped is not None:
-            return _on(
-                device, pack_int8(grouped.codes, grouped.scale, grouped.zero, grouped.group)
-            )
+            return _on(device, pack_int8(grouped.codes, grouped.scale, grouped.zero, grouped.group))
     return to_float(weight).to(device=device, dtype=dtype)
 
 

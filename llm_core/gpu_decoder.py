@@ -28,6 +28,7 @@ from llm_core.cuda_graphs import Capture, StepGraphs, StepShape, decode_shapes, 
 from llm_core.cuda_weights import GpuFormat, format_name, gpu_weight, num_bytes
 from llm_core.kv_cache import KvCache
 from llm_core.parallel.group import Alone, Collectives
+from llm_core.parallel.shards import head_rows
 from llm_core.quant.formats import Weight, stack_rows, to_float
 from llm_core.rope import rope_tables
 
@@ -131,7 +132,7 @@ class TritonDecoder:
         self.device = device
         self.dtype = dtype
         self.max_context = max_context
-        self._ops = ops
+        self.ops = ops
         self._capture = capture
         self._collectives: Collectives = collectives or Alone()
         self._embedding = to_float(weights["embedding"]).to(device=device, dtype=dtype)
@@ -178,7 +179,8 @@ class TritonDecoder:
         Call under inference mode. Raises ValueError for a tree of more than 64 rows. Sources: those
         of ``Decoder``.
         """
-        return self.run(self.pack(batch, cache), cache)
+        step = self.pack(batch, cache)
+        return self.result(step, *self.run(step, cache))
 
     def warm_up(self, cache: KvCache, max_sequences: int) -> None:
         """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it."""
@@ -203,23 +205,35 @@ class TritonDecoder:
         pack(batch, layout, cache.block_size, words)
         return PackedStep(words, layout, shape, num_rows, num_logit_rows, batch.wants_features)
 
-    def run(self, step: PackedStep, cache: KvCache) -> ForwardResult:
-        """Computes a packed step; all ranks do, and each gets the same result."""
+    def run(self, step: PackedStep, cache: KvCache) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes a packed step, without waiting: logits and features on the device, perhaps with
+        padding. All ranks do, and all get the same. They hold until the next step."""
         self._bind(cache)
         if step.shape is not None and self._graphs is not None:
             shape = step.shape
             if self._graphs.is_ready(shape):
-                state = self._graphs.replay(
-                    shape, lambda state: _fill(state.words, step.words)
-                )
-                return self._result(step, state.logits, state.features)
+                state = self._graphs.replay(shape, lambda state: _fill(state.words, step.words))
+                assert state.logits is not None, "what was recorded made some"
+                return state.logits, state.features
             groups = shape_groups(shape)
         else:
             groups = attention_groups(step)
         words = step.words.to(self.device, non_blocking=True)
         inputs = StepTensors.of(words, step.layout)
         taps = self._feature_layers if step.wants_features else ()
-        return self._result(step, *self._compute(inputs, groups, taps))
+        return self._compute(inputs, groups, taps)
+
+    def result(
+        self, step: PackedStep, logits: torch.Tensor, features: torch.Tensor | None
+    ) -> ForwardResult:
+        """What ``run`` made, on the CPU and without padding; waits for the device."""
+        wanted = [logits[: step.num_logit_rows]]
+        if step.wants_features and features is not None:
+            wanted.append(features[: step.num_rows])
+        if self.device.type == "cuda":
+            wanted = [_to_host(tensor) for tensor in wanted]
+            torch.cuda.current_stream(self.device).synchronize()
+        return ForwardResult(*wanted)
 
     def _bind(self, cache: KvCache) -> None:
         if cache is self._cache:
@@ -253,7 +267,7 @@ class TritonDecoder:
 
         Waits for nothing, so that it can be recorded.
         """
-        ops, config = self._ops, self.config
+        ops, config = self.ops, self.config
         slots, logit_rows = inputs.slots.long(), inputs.logit_rows.long()
         ancestors = {
             group.max_rows: inputs.ancestors[:, : -(-group.max_rows // 32)].contiguous()
@@ -309,11 +323,19 @@ class TritonDecoder:
         tapped[len(self._layers)] = normed.float()
         if all_go_on:
             normed = normed.index_select(0, logit_rows)
-        logits = ops.matmul(normed, self._head, out_dtype=torch.float32)
-        logits = self._collectives.gather_columns(logits)
+        logits = self._gathered(ops.matmul(normed, self._head, out_dtype=torch.float32))
         if config.logit_softcap is not None:
             logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
         return logits, torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the words -> all ranks'; the last one may have fewer."""
+        num_ranks = self._collectives.num_ranks
+        if num_ranks == 1:
+            return logits
+        num_missing = head_rows(self.config.vocab_size, num_ranks) - logits.shape[1]
+        padded = torch.nn.functional.pad(logits, (0, num_missing))
+        return self._collectives.gather_columns(padded)[:, : self.config.vocab_size]
 
     def _attend(
         self,
@@ -330,7 +352,7 @@ class TritonDecoder:
         for group in groups:
             tables = inputs.block_tables[group.segments]
             if group.kind == "decode":
-                result = self._ops.decode_attention(
+                result = self.ops.decode_attention(
                     query[group.rows],
                     pages,
                     tables,
@@ -345,7 +367,7 @@ class TritonDecoder:
             row_starts = inputs.row_starts[group.segments.start : group.segments.stop + 1]
             starts = inputs.starts[group.segments]
             if group.kind == "tree":
-                result = self._ops.tree_attention(
+                result = self.ops.tree_attention(
                     query,
                     pages,
                     tables,
@@ -360,7 +382,7 @@ class TritonDecoder:
                     window=window,
                 )
             else:
-                result = self._ops.prefill_attention(
+                result = self.ops.prefill_attention(
                     query,
                     pages,
                     tables,
@@ -373,23 +395,6 @@ class TritonDecoder:
                 )
             parts.append(result[group.rows])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _result(
-        self, step: PackedStep, logits: torch.Tensor | None, features: torch.Tensor | None
-    ) -> ForwardResult:
-        """To the CPU, without padding; waits for the device."""
-        assert logits is not None
-        wanted = [logits[: step.num_logit_rows, : self.config.vocab_size]]
-        if step.wants_features and features is not None:
-            wanted.append(features[: step.num_rows])
-        if self.device.type == "cuda":
-            wanted = [self._to_host(tensor) for tensor in wanted]
-            torch.cuda.current_stream(self.device).synchronize()
-        return ForwardResult(*wanted)
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
 
 
 def attention_groups(step: PackedStep) -> list[AttentionGroup]:
@@ -438,3 +443,8 @@ def _layout(shape: StepShape, block_size: int) -> StepLayout:
 
 def _fill(target: torch.Tensor, words: torch.Tensor) -> None:
     target.copy_(words, non_blocking=True)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -12,11 +12,16 @@ import torch
 from kernels import BackendName
 from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
+from llm_core.cuda_cache import GpuKvCache
 from llm_core.errors import ModelLoadError
+from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
 from llm_core.loading.model_weights import ModelWeights, open_weights
-from llm_core.messages import EngineConfig, KvDtype, ModelBackend
-from llm_core.model_choice import ModelOptions, make_model
+from llm_core.messages import EngineConfig, KvChoice, ModelBackend
+from llm_core.model_choice import ModelOptions, make_cache, make_model, why_no_gpu
+from llm_core.parallel.group import RankGroup
+from llm_core.parallel.launch import Followers, join
+from llm_core.parallel.steps import follow
 from llm_core.quant.formats import Weight
 
 _BLOCK_SIZE = 16
@@ -54,16 +59,19 @@ class ModelRunner:
         num_threads: int = 1,
         num_blocks: int | None = None,
         block_size: int = _BLOCK_SIZE,
-        kv_dtype: KvDtype = "float32",
+        kv_dtype: KvChoice = "float32",
         max_context: int | None = None,
+        max_sequences: int = 1,
+        group: RankGroup | None = None,
         name: str = "in-memory",
     ) -> None:
         """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``;
         ``backend`` are the kernels of torch's decoder; ``model_backend`` and ``native_cache_dir``
-        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind.
+        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind;
+        ``group`` are the ranks that share the model.
 
-        Raises ModelLoadError when the KV cache cannot fit into this machine's memory, and as
-        ``make_model`` does.
+        Raises ModelLoadError when the KV cache cannot fit into the memory that is to hold it, and
+        as ``make_model`` does.
         """
         longest = min(max_context or config.context_len, config.context_len)
         self.config = config
@@ -72,8 +80,11 @@ class ModelRunner:
         self.max_context = min(longest, self.num_blocks * block_size)
         self._name = name
         self._num_threads = num_threads
-        num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, kv_dtype)
-        _check_cache_fits(num_bytes, self)
+        self._followers: Followers | None = None  # live as long as this
+        if why_no_gpu(model_backend) is not None:
+            dtype = "float32" if kv_dtype == "auto" else kv_dtype
+            num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, dtype)
+            _check_cache_fits(num_bytes, self)
         torch.set_num_threads(num_threads)
         options = ModelOptions(
             backend=model_backend,
@@ -81,11 +92,19 @@ class ModelRunner:
             torch_kernels=backend,
             num_threads=num_threads,
             native_cache_dir=Path(native_cache_dir) if native_cache_dir else None,
+            group=group,
         )
         with torch.inference_mode():
-            self._cache = KvCache(config, self.num_blocks, block_size, kv_dtype)
             self._model, self._weight_format = make_model(
                 config, weights, options, self.max_context
+            )
+            self._cache = make_cache(
+                self._model,
+                config,
+                self.num_blocks,
+                block_size,
+                kv_dtype,
+                max_sequences=max_sequences,
             )
 
     @classmethod
@@ -98,7 +117,39 @@ class ModelRunner:
     def of(
         cls, model: ModelWeights, engine_config: EngineConfig, *, weight_format: str = "auto"
     ) -> ModelRunner:
-        """Reads the weights of an open model. Raises ModelLoadError."""
+        """Reads the weights of an open model; with ``tensor_parallel``, starts the other ranks,
+        whose weights are of the format "auto". Raises ModelLoadError."""
+        if engine_config.tensor_parallel == 1:
+            return cls._of(model, engine_config, weight_format, None)
+        followers = Followers(engine_config, why_no_gpu(engine_config.backend))
+        try:
+            group = followers.join()
+            runner = cls._of(model, engine_config, "auto", group)
+            followers.meet(group)
+        except BaseException:
+            followers.close()
+            raise
+        runner._followers = followers
+        return runner
+
+    @classmethod
+    def follow(cls, engine_config: EngineConfig, folder: Path, rank: int) -> None:
+        """Is rank ``rank`` of a model until rank 0 ends. Raises ModelLoadError, RuntimeError."""
+        group = join(folder, rank, engine_config.tensor_parallel)
+        with open_weights(engine_config.model_path) as model:
+            runner = cls._of(model, engine_config, "auto", group)
+        group.meet()
+        assert isinstance(runner._model, TritonDecoder) and isinstance(runner._cache, GpuKvCache)
+        follow(runner._model, runner._cache, group)
+
+    @classmethod
+    def _of(
+        cls,
+        model: ModelWeights,
+        engine_config: EngineConfig,
+        weight_format: str,
+        group: RankGroup | None,
+    ) -> ModelRunner:
         kv_tokens = _kv_cache_tokens(engine_config, model.config.context_len)
         return cls(
             model.config,
@@ -108,8 +159,10 @@ class ModelRunner:
             num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
             kv_dtype=engine_config.kv_dtype,
             max_context=engine_config.max_context,
+            max_sequences=engine_config.max_sequences,
             model_backend=engine_config.backend,
             native_cache_dir=engine_config.native_cache_dir,
+            group=group,
             name=model.name,
         )
 

@@ -1,4 +1,4 @@
-"""The processes that run one model together: sums and joins over them, and what rank 0 tells others.
+"""The processes that run one model together: their sums and joins, and what rank 0 tells others.
 
 torch.distributed: NCCL between GPUs, gloo between CPUs and for messages. All ranks are on one
 machine; they find each other by a file in a folder that only this user can read, and talk over the
@@ -30,7 +30,7 @@ class Collectives(Protocol):
         """x becomes the sum of all ranks' x, on each of them."""
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, W] of each rank, the same shape on all -> [R, num_ranks * W] in the order of ranks."""
+        """[R, W] of each rank (W the same on all) -> [R, num_ranks * W], in the order of ranks."""
 
 
 class Alone:

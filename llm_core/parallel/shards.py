@@ -21,8 +21,8 @@ import torch
 
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
-from llm_core.quant.formats import BlockTensor, GroupedCodes, Weight, row_range, to_float
 from llm_core.quant.blocks import block_len
+from llm_core.quant.formats import BlockTensor, GroupedCodes, Weight, row_range, to_float
 
 _BY_ROWS = frozenset(
     ("query", "key", "value", "query_bias", "key_bias", "value_bias", "gate", "up")
