@@ -129,6 +129,8 @@ async def _load_engine(
         num_threads=settings.llm_threads,
         max_sequences=settings.llm_max_sequences,
         max_context=settings.llm_max_context,
+        backend=settings.llm_backend,
+        tensor_parallel=settings.llm_tensor_parallel,
         kv_dtype=settings.llm_kv_dtype,
         policy=settings.llm_policy,
         max_step_ms=settings.llm_max_step_ms,

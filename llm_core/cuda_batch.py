@@ -66,7 +66,7 @@ class StepTensors:
     @classmethod
     def of(cls, words: torch.Tensor, layout: StepLayout) -> StepTensors:
         """``words`` [layout.num_words]."""
-        fields = list(words.split(layout.sizes))
+        fields = list(torch.split(words, list(layout.sizes)))
         fields[3] = fields[3].view(layout.num_rows, _ANCESTOR_WORDS)
         fields[-1] = fields[-1].view(layout.num_segments, layout.table_width)
         return cls(*fields)
@@ -85,7 +85,7 @@ def pack(batch: ForwardBatch, layout: StepLayout, block_size: int, words: torch.
     Where there is room for more rows of logits than are wanted, the last ones are row 0. Raises
     ValueError for a tree of more than 64 rows.
     """
-    fields = [part.numpy() for part in words.split(layout.sizes)]
+    fields = [part.numpy() for part in torch.split(words, list(layout.sizes))]
     token_ids, positions, slots, ancestors, row_starts, starts, ends, logit_rows, tables = fields
     ancestors = ancestors.reshape(layout.num_rows, _ANCESTOR_WORDS)
     tables = tables.reshape(layout.num_segments, layout.table_width)

@@ -58,7 +58,7 @@ class RankGroup:
         # One machine: without this, gloo and NCCL listen on whatever the host's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(str(folder / "meeting"), num_ranks)
+        store = dist.FileStore(str(folder / "meeting"), num_ranks)  # type: ignore[attr-defined]
         store.set_timeout(_MEETING_TIMEOUT)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
