@@ -61,7 +61,8 @@ def gpu_weight(
             return _on(device, pack_int4(grouped.codes, grouped.scale, grouped.zero, grouped.group))
         if grouped is not None:
             return _on(device, pack_int8(grouped.codes, grouped.scale, grouped.zero, grouped.group))
-    return to_float(weight).to(device=device, dtype=dtype)
+    # A rank may hold some columns, a view; kernels read rows one after another.
+    return to_float(weight).to(device=device, dtype=dtype).contiguous()
 
 
 def format_name(weight: GpuWeight) -> str:

@@ -81,6 +81,7 @@ class ModelRunner:
         self._name = name
         self._num_threads = num_threads
         self._followers: Followers | None = None  # live as long as this
+        self._group = group
         if why_no_gpu(model_backend) is not None:
             dtype = "float32" if kv_dtype == "auto" else kv_dtype
             num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, dtype)
@@ -129,8 +130,14 @@ class ModelRunner:
         except BaseException:
             followers.close()
             raise
-        runner._followers = followers
+        runner._followers, runner._group = followers, group
         return runner
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are some; a process that ends does so too."""
+        if self._followers is not None and self._group is not None:
+            self._followers.close()
+            self._group.close()
 
     @classmethod
     def follow(cls, engine_config: EngineConfig, folder: Path, rank: int) -> None:
