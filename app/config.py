@@ -131,8 +131,18 @@ class Settings(BaseSettings):
     llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(
         default="deadline", description="who is served first; by deadline suits callers"
     )
-    llm_kv_dtype: Annotated[Literal["float32", "bfloat16", "int8"], BeforeValidator(_lower)] = (
-        Field(default="float32", description="how keys and values are kept: exact, half, a quarter")
+    llm_backend: Annotated[
+        Literal["auto", "triton", "native", "torch"], BeforeValidator(_lower)
+    ] = Field(default="auto", description="a GPU where there is one, compiled code, or torch")
+    llm_tensor_parallel: int = Field(
+        default=1, ge=1, le=16, description="GPUs of this machine that share the model"
+    )
+    llm_kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8", "fp8"], BeforeValidator(_lower)
+    ] = Field(
+        default="auto",
+        description="how keys and values are kept: exact, half, a quarter (fp8: GPUs); auto: "
+        "bfloat16 on GPUs, else float32",
     )
     llm_max_step_ms: int = Field(
         default=150, ge=10, le=10_000, description="how long reading a prompt may hold up answers"
