@@ -89,7 +89,7 @@ ONLY_IN = {
 LAZY = {"app.cli", "app.cli_bench", "app.bench.llm", "app.bench.llama_cpp", "llm_core.model_jobs"}
 
 # Parts of a declared dependency that are distributed, and versioned, by it.
-COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
+COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "google": "onnx"}
 
 TOP_LEVEL = {
     *("app", "llm_core", "audio", "kernels", "tests", "web_demo", "docs", "bench"),
