@@ -7,6 +7,7 @@ embedded models.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -110,7 +111,12 @@ class Settings(BaseSettings):
     asr_model: str = "package:whisper-tiny.en"
     tts_model: str = "package:piper-en_US-joe-medium"
 
-    llm_threads: int = Field(default=1, ge=1, le=256)
+    llm_threads: int = Field(
+        default_factory=lambda: min(2, os.cpu_count() or 1),
+        ge=1,
+        le=256,
+        description="of the engine; those of the compiled decoder sleep between steps",
+    )
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)
     llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(

@@ -113,7 +113,12 @@ class ScriptedRecognizer:
         self.error: Exception | None = None
 
     def transcribe(
-        self, samples: Samples, *, prompt: str | None = None, language: str | None = None
+        self,
+        samples: Samples,
+        *,
+        prompt: str | None = None,
+        language: str | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         if self.error is not None:
             raise self.error

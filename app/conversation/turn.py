@@ -96,6 +96,7 @@ class Turn:
         self._speaks = response.modality == "audio"
         self._budget = TurnBudget.of(services.settings, config, trace)
         self._asking = Asking(services, config, clock, trace, self._budget, prefilled)
+        self._held_until_ns = 0
         self._num_samples = 0  # of speech made, sent or not
         self._has_words = False  # the answer has begun, fillers aside
         self._output = Output(
@@ -120,6 +121,10 @@ class Turn:
     def has_ended(self) -> bool:
         """The stages have ended; before ``run`` that means that they failed."""
         return self._work is not None and self._work.done()
+
+    async def until_first_token(self) -> None:
+        """Wait until the model has read the words, but not for long: it may be busy."""
+        await self._asking.until_read()
 
     async def discard(self) -> None:
         """Forget an answer that was started and not run; returns when nothing of it is left."""
@@ -181,10 +186,12 @@ class Turn:
         """Silence now; the answer may go on where it stopped."""
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
         self._output.hold()
-        self._tell_deadline(_HOLD_S)
+        self._held_until_ns = self._clock.now_ns() + int(_HOLD_S * 1e9)
+        self._tell_deadline()
 
     async def release(self) -> None:
         """Go on where the answer stopped. Returns when it has caught up."""
+        self._held_until_ns = 0
         self._tell_deadline()
         await self._output.release()
 
@@ -201,7 +208,7 @@ class Turn:
 
     async def _answer(self) -> None:
         texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
-        clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
+        clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=4)
         async with asyncio.TaskGroup() as stages:
             expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
@@ -318,15 +325,16 @@ class Turn:
         )
         return self._asking.events(messages, params)
 
-    def _tell_deadline(self, pause_s: float = 0.0) -> None:
+    def _tell_deadline(self) -> None:
         """Tell the engine when the next words are needed: at first as the budget has it, then when
-        the caller has heard all that was made, ``pause_s`` from now at the earliest."""
+        the caller has heard all that was made, which a held answer is not for a while."""
         if not self._released.is_set():
             return  # perhaps nobody will hear it
         deadline_ns = self._budget.first_token_deadline_ns
         if self._num_samples:
-            in_hand_ns = int((pause_s + self._in_hand_s) * 1e9)
-            deadline_ns = self._clock.now_ns() + in_hand_ns - self._budget.behind_first_token_ns
+            goes_on_ns = max(self._clock.now_ns(), self._held_until_ns)
+            in_hand_ns = int(self._in_hand_s * 1e9)
+            deadline_ns = goes_on_ns + in_hand_ns - self._budget.behind_first_token_ns
         self._asking.needed_by(deadline_ns)
 
     async def _voice(
