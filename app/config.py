@@ -148,6 +148,11 @@ class Settings(BaseSettings):
         default="semantic_vad",
         description="how turns end in sessions that do not say it: by what was said, or by silence",
     )
+    turn_model: Path | None = Field(
+        default=None,
+        description="smart-turn v3 (ONNX), which judges by the sound whether a turn is over; "
+        "HOME/models/smart-turn-v3.onnx is taken when it is there",
+    )
     tools: str | None = Field(
         default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"
     )

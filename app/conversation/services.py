@@ -14,6 +14,7 @@ from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.writer import TraceWriter
 from audio.tts import Synthesizer
+from audio.turn_model import TurnModel
 from audio.vad import VadModel
 from llm_core import EngineClient
 
@@ -23,7 +24,8 @@ class Services:
     """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
 
     ``filler``: what the budget's policy of that name says; None when it is off.
-    ``tools``: Python functions that the model may call.
+    ``tools``: Python functions that the model may call. ``turn_model``: judges by the sound whether
+    a caller has finished; None when the operator has none.
     """
 
     engine: EngineClient
@@ -38,3 +40,4 @@ class Services:
     settings: Settings
     filler: Filler | None = None
     tools: ToolBox = field(default_factory=ToolBox)
+    turn_model: TurnModel | None = None
