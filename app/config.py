@@ -7,6 +7,7 @@ embedded models.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -125,7 +126,12 @@ class Settings(BaseSettings):
         default=1500, ge=50, le=60_000, description="after so long without a sign it is not asked"
     )
 
-    llm_threads: int = Field(default=1, ge=1, le=256)
+    llm_threads: int = Field(
+        default_factory=lambda: min(2, os.cpu_count() or 1),
+        ge=1,
+        le=256,
+        description="of the engine; those of the compiled decoder sleep between steps",
+    )
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)
     llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(
@@ -171,6 +177,11 @@ class Settings(BaseSettings):
     turn_detection: Literal["server_vad", "semantic_vad"] = Field(
         default="semantic_vad",
         description="how turns end in sessions that do not say it: by what was said, or by silence",
+    )
+    turn_model: Path | None = Field(
+        default=None,
+        description="smart-turn v3 (ONNX), which judges by the sound whether a turn is over; "
+        "HOME/models/smart-turn-v3.onnx is taken when it is there",
     )
     tools: str | None = Field(
         default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"

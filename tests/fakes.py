@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -27,6 +27,7 @@ from app.observe.store import TraceStore, Turn
 from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
+from audio.tts import SpeechPiece
 from llm_core import (
     Alternative,
     ChatMessage,
@@ -112,7 +113,12 @@ class ScriptedRecognizer:
         self.error: Exception | None = None
 
     def transcribe(
-        self, samples: Samples, *, prompt: str | None = None, language: str | None = None
+        self,
+        samples: Samples,
+        *,
+        prompt: str | None = None,
+        language: str | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         if self.error is not None:
             raise self.error
@@ -131,7 +137,10 @@ class ScriptedRecognizer:
 
 
 class ToneSynthesizer:
-    """Speaks a tone: 1,000 samples a character at 24 kHz."""
+    """Speaks a tone: 1,000 samples a character at 24 kHz, in two pieces when it is urgent.
+
+    A fake of its own needs no more than ``synthesize``.
+    """
 
     sample_rate = 24_000
 
@@ -144,6 +153,15 @@ class ToneSynthesizer:
             raise self.error
         self.spoken.append(text)
         return np.full(1_000 * len(text.strip()), 0.5, np.float32)
+
+    def stream(
+        self, text: str, *, speed: float = 1.0, is_urgent: bool = True
+    ) -> Iterator[SpeechPiece]:
+        samples = self.synthesize(text, speed=speed)
+        cut = len(samples) // 4 if is_urgent else 0
+        if cut:  # how long the whole is can only be guessed by then
+            yield SpeechPiece(samples[:cut], len(samples) + 100)
+        yield SpeechPiece(samples[cut:], len(samples), is_last=True)
 
 
 class ScriptedReply:
@@ -371,6 +389,7 @@ class PacedExecutor(Executor):
         self.delays_s: dict[str, float | Callable[[Any], float]] = {
             "transcribe": 0.08,
             "_synthesize": 0.05,
+            "_go_on": 0.0,
             "_prosody": 0.0,
         }
         self._tasks: set[asyncio.Task[None]] = set()

@@ -99,7 +99,7 @@ LAZY = {
 }
 
 # Parts of a declared dependency that are distributed, and versioned, by it.
-COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
+COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "google": "onnx"}
 
 TOP_LEVEL = {
     *("app", "llm_core", "audio", "kernels", "tests", "web_demo", "docs", "bench"),
