@@ -51,6 +51,8 @@ def engine_config(
         num_threads=settings.llm_threads,
         max_sequences=settings.llm_max_sequences,
         max_context=settings.llm_max_context,
+        backend=settings.llm_backend,
+        tensor_parallel=settings.llm_tensor_parallel,
         kv_dtype=settings.llm_kv_dtype,
         policy=settings.llm_policy,
         max_step_ms=settings.llm_max_step_ms,

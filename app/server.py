@@ -43,6 +43,7 @@ from app.web import WEB_ROOT, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
 from audio.tts import Synthesizer
+from audio.turn_model import TurnModel
 from audio.vad import VadModel
 from llm_core import LlmError
 
@@ -77,6 +78,7 @@ async def build_services(
                 recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
                 synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
+                turn_model = loading.create_task(_load_turn_model(settings, workers))
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
@@ -102,6 +104,7 @@ async def build_services(
             filler=await _make_filler(settings, synthesizer.result(), workers),
             tools=tools,
             rollout=rollout,
+            turn_model=turn_model.result(),
         )
         await warm_up(services)
         logger.info("ready", extra={"took_s": round(time.monotonic() - started_s, 1)})
@@ -180,6 +183,13 @@ async def _load_synthesizer(
         return synthesizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+async def _load_turn_model(settings: Settings, workers: ThreadPoolExecutor) -> TurnModel | None:
+    path = settings.turn_model or settings.home / "models" / "smart-turn-v3.onnx"
+    if settings.turn_model is None and not await asyncio.to_thread(path.is_file):
+        return None
+    return await asyncio.get_running_loop().run_in_executor(workers, TurnModel, path)
 
 
 async def _make_filler(

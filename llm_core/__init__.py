@@ -23,6 +23,8 @@ from llm_core.job_options import (
     QuantizeMethod,
     QuantizeOptions,
     QuantizeReport,
+    ShortenOptions,
+    ShortenReport,
 )
 from llm_core.messages import (
     Alternative,
@@ -53,7 +55,7 @@ from llm_core.messages import (
     Usage,
 )
 from llm_core.model_hash import content_hash
-from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
+from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model, shorten_text
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -100,6 +102,8 @@ __all__ = [
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",
+    "ShortenOptions",
+    "ShortenReport",
     "Speculation",
     "TextDelta",
     "TokenLogprob",
@@ -118,4 +122,5 @@ __all__ = [
     "distill_model",
     "measure_perplexity",
     "quantize_model",
+    "shorten_text",
 ]

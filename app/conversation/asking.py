@@ -26,6 +26,9 @@ from llm_core import (
     SamplingParams,
 )
 
+# For so long others may wait for the model to have read a turn's words.
+_READING_S = 0.06
+
 
 def length_options(config: SessionConfig) -> OptionFields:
     """What becomes of a conversation that is longer than the model's context."""
@@ -59,6 +62,17 @@ class Asking:
         self._prefilled = prefilled
         self._deadline_ns: int | None = None
         self._reply: TalkReply | None = None
+        self._has_read = asyncio.Event()
+
+    async def until_read(self) -> None:
+        """Wait until the model has read the messages, but not for long: it may be busy."""
+        late = asyncio.create_task(self._clock.sleep(_READING_S))
+        read = asyncio.create_task(self._has_read.wait())
+        try:
+            await asyncio.wait({late, read}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late.cancel()
+            read.cancel()
 
     def needed_by(self, deadline_ns: int | None) -> None:
         """When the model's next token is needed. None: not known; the engine then sees to it that
@@ -84,6 +98,7 @@ class Asking:
                 with self._services.load.generating():
                     async for event in reply:
                         if isinstance(event, FirstToken):
+                            self._has_read.set()
                             self._note_given_up(event, messages)
                         yield event
         except LlmError as error:

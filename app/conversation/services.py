@@ -16,6 +16,7 @@ from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.writer import TraceWriter
 from audio.tts import Synthesizer
+from audio.turn_model import TurnModel
 from audio.vad import VadModel
 
 
@@ -25,6 +26,8 @@ class Services:
 
     ``filler``: what the budget's policy of that name says; None when it is off.
     ``tools``: Python functions that the model may call. ``rollout``: of a second engine.
+    ``turn_model``: judges by the sound whether a caller has finished; None when the operator has
+    none.
     """
 
     engine: TalkEngine
@@ -39,6 +42,7 @@ class Services:
     settings: Settings
     filler: Filler | None = None
     tools: ToolBox = field(default_factory=ToolBox)
+    turn_model: TurnModel | None = None
     rollout: Rollout | None = None
 
     def for_conversation(self, conversation_id: str) -> Services:

@@ -79,7 +79,7 @@ FACTS = {
     "tool_calls": "functions that the model called",
     "tool_ms": "waited for them",
     "tts_ms": "the voice's work, all clauses",
-    "tts_first_ms": "of it, the first clause",
+    "tts_first_ms": "of it, until the first sound",
     "tts_clauses": "clauses spoken",
     "reply_audio_s": "audio sent",
     "playout_gap_ms": "silence inside the reply because audio came too late",
@@ -239,11 +239,14 @@ class TurnTrace:
             self.facts[name] = [before + more for before, more in pairs]
 
     def note_clause_spoken(self, took_ns: int) -> None:
-        """The voice has finished a clause."""
-        took_ms = took_ns / 1e6
-        self.facts.setdefault("tts_first_ms", took_ms)
+        """The voice has made the first piece of a clause."""
+        self.facts.setdefault("tts_first_ms", took_ns / 1e6)
         self.facts["tts_clauses"] = self.facts.get("tts_clauses", 0) + 1
-        self.facts["tts_ms"] = self.facts.get("tts_ms", 0.0) + took_ms
+        self.note_more_spoken(took_ns)
+
+    def note_more_spoken(self, took_ns: int) -> None:
+        """The voice has made a further piece."""
+        self.facts["tts_ms"] = self.facts.get("tts_ms", 0.0) + took_ns / 1e6
 
     def end(self, outcome: TurnOutcome, at_ns: int, reason: str = "") -> None:
         """Close the record.
