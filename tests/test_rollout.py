@@ -130,6 +130,7 @@ def test_failures_in_a_row_need_no_statistics() -> None:
         ({"budget": {"misses_ms": {"asr": 5.0}}}, "ok"),
         ({"facts": {"playout_gap_ms": 250.0}}, "late"),
         ({"facts": {"engine_fallback": "engine_died"}}, "failed"),
+        ({"facts": {"engine_fallback": "no_answer"}}, "late"),
         ({"outcome": "failed", "reason": "engine_died"}, "failed"),
         ({"outcome": "timed_out", "reason": "timed_out"}, "failed"),
         ({"outcome": "failed", "reason": "synthesis_failed"}, None),
@@ -163,8 +164,10 @@ def rollout(stable: Lane, canary: Lane, share: float = 1.0, **options: Any) -> R
     return Rollout(cast(Any, stable), cast(Any, canary), share, **{"patience_s": 0.05, **options})
 
 
-async def answer(engine: Any, params: SamplingParams = PARAMS) -> tuple[str, Any, list[Any]]:
-    async with await engine.open_reply(USER, params) as reply:
+async def answer(
+    engine: Any, params: SamplingParams = PARAMS, **options: Any
+) -> tuple[str, Any, list[Any]]:
+    async with await engine.open_reply(USER, params, **options) as reply:
         events: list[GenerationEvent] = [event async for event in reply]
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
     return text, reply, events
@@ -213,8 +216,15 @@ async def test_an_engine_that_gives_no_sign_is_left() -> None:
             await asyncio.Event().wait()
 
     engine = rollout(Lane("old", "Old answer."), Silent("new")).engine_for("sess_1")
-    text, reply, _ = await answer(engine)
+    text, reply, _ = await answer(engine, deadline_ns=1)
     assert (text, reply.fallback) == ("Old answer.", "no_answer")
+    # One that was begun in hope may wait, until it is wanted.
+    async with await engine.open_reply(USER, PARAMS) as held:
+        reading = asyncio.ensure_future(anext(held))
+        await asyncio.wait([reading], timeout=0.15)
+        assert not reading.done() and not held.fallback
+        held.set_deadline(1)
+        assert isinstance(await reading, FirstToken) and held.fallback == "no_answer"
     with pytest.raises(Exception, match="did not read the prompt in time"):
         await engine.prefill(USER)
 

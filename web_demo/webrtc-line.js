@@ -5,6 +5,8 @@
  */
 
 import { ConnectionError } from "./connection.js";
+import { sendReport } from "./playout-report.js";
+import { RemotePlayout } from "./remote-playout.js";
 
 /** @typedef {import("./connection.js").RealtimeEvent} RealtimeEvent */
 
@@ -47,6 +49,18 @@ export class WebRtcLine {
     this.channel = null;
     /** @type {RTCRtpSender | null} */
     this.sender = null;
+    const send = (/** @type {string} */ id, /** @type {Record<string, number>} */ report) =>
+      void sendReport(options.apiKey, id, report);
+    this.playout = new RemotePlayout(() => this.counts(), send);
+  }
+
+  /** @returns {Promise<any>} what the browser counts of the voice that comes; null: nothing */
+  async counts() {
+    const report = await this.peer?.getStats();
+    for (const entry of report?.values() ?? []) {
+      if (entry.type === "inbound-rtp" && entry.kind === "audio") return entry;
+    }
+    return null;
   }
 
   /**
@@ -157,6 +171,7 @@ export class WebRtcLine {
           clearTimeout(timer);
           resolve();
         }
+        this.playout.handle(event);
         this.options.onEvent(event);
       };
     });

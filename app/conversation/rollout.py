@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -20,7 +20,7 @@ import msgspec
 
 from app.conversation.engines import TalkEngine, TalkReply
 from app.conversation.withdrawals import Withdrawals
-from app.observe.canary import CanaryJudge, CanaryRules, Lane, lane_of, verdict_of
+from app.observe.canary import NO_ANSWER, CanaryJudge, CanaryRules, Lane, lane_of, verdict_of
 from llm_core import (
     ChatMessage,
     EngineClient,
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 # The new engine has so long for its first sign before the old one is asked instead.
 DEFAULT_PATIENCE_S = 1.5
-_NO_ANSWER = "no_answer"
 _SHOWN_DIGITS = 12
 
 
@@ -224,6 +223,7 @@ class RoutedReply:
         self._params = params
         self._options = options
         self._reply: TalkReply | None = None
+        self._timer: asyncio.Timeout | None = None  # of the wait that goes on
         self._has_sign = False  # of life
         self._text = ""
         self._num_tokens = 0
@@ -248,7 +248,7 @@ class RoutedReply:
         client = self._rollout.canary if self.lane == "canary" else self._rollout.stable
         try:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with self._patience():
                     self._reply = await client.open_reply(
                         self._messages, self._params, **self._options
                     )
@@ -261,12 +261,23 @@ class RoutedReply:
     @property
     def _patience_s(self) -> float | None:
         is_new = self.lane == "canary" and not self.fallback and not self._has_sign
-        return self._rollout.patience_s if is_new else None
+        # An answer begun in hope has no deadline: it comes behind all that are awaited.
+        is_awaited = self._options.get("deadline_ns") is not None
+        return self._rollout.patience_s if is_new and is_awaited else None
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        """Raises TimeoutError when the wait in the block is too long."""
+        try:
+            async with asyncio.timeout(self._patience_s) as self._timer:
+                yield
+        finally:
+            self._timer = None
 
     async def _fall_back(self, error: Exception) -> None:
         if self.lane == "stable" or self.fallback or (self._text and self._params.guide):
             raise error
-        self.fallback = error.code if isinstance(error, LlmError) else _NO_ANSWER
+        self.fallback = error.code if isinstance(error, LlmError) else NO_ANSWER
         log.warning("the new engine failed (%s): the old one takes over", self.fallback)
         if self._reply is not None:
             await self._reply.__aexit__(None, None, None)
@@ -288,7 +299,7 @@ class RoutedReply:
         while True:
             assert self._reply is not None, "opened before"
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with self._patience():
                     event = await anext(self._reply)
             except (LlmError, TimeoutError) as error:
                 await self._fall_back(error)
@@ -323,6 +334,9 @@ class RoutedReply:
     def set_deadline(self, deadline_ns: int | None) -> None:
         """See ``TalkReply``."""
         self._options["deadline_ns"] = deadline_ns
+        patience_s, timer = self._patience_s, self._timer
+        if patience_s is not None and timer is not None and timer.when() is None:
+            timer.reschedule(asyncio.get_running_loop().time() + patience_s)  # awaited from now on
         if self._reply is not None:
             self._reply.set_deadline(deadline_ns)
 

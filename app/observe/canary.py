@@ -26,6 +26,8 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "late", "failed")
 ENGINE_ERRORS = frozenset(
     {"engine_busy", "engine_died", "generation_failed", "llm_error", "request_timeout", "timed_out"}
 )
+# Why an engine was left that had not failed: it gave no sign in time, as under load any may.
+NO_ANSWER = "no_answer"
 _PLAYOUT_GAP_MS = 200.0
 _JUDGED = ("answered", "interrupted", "incomplete")
 
@@ -42,8 +44,8 @@ def verdict_of(turn: dict[str, Any]) -> Verdict | None:
     Late: over its whole budget, or with a pause in the answer that a listener notices.
     """
     facts = turn["facts"]
-    if facts.get("engine_fallback"):
-        return "failed"
+    if fallback := facts.get("engine_fallback"):
+        return "late" if fallback == NO_ANSWER else "failed"
     if turn["outcome"] in ("failed", "timed_out"):
         return "failed" if turn["reason"] in ENGINE_ERRORS else None
     if turn["outcome"] not in _JUDGED:

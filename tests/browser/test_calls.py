@@ -16,7 +16,7 @@ from playwright.async_api import expect
 from app.server import create_app, listening
 from tests.browser.conftest import OpenPage
 from tests.browser.test_page import sound, until
-from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services
+from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services, recent
 from tests.rtc_server import STORY, Server, Singer
 
 pytestmark = pytest.mark.browser
@@ -87,6 +87,8 @@ async def test_a_call_with_an_interruption(open_page: OpenPage, words: Path) -> 
         # The waterfall has grown while the turns ran.
         notes = await page.evaluate("window.notes")
         assert any("as it happens" in note for note in notes)
+        # The browser has told what it made of the sound on its track.
+        await until(lambda: is_reported(server))
         # Each answer's figure shows its own turn again.
         await first.get_by_role("button", name="show where the time went").click()
         await page.get_by_role("button", name="Stop talking").click()
@@ -95,6 +97,16 @@ async def test_a_call_with_an_interruption(open_page: OpenPage, words: Path) -> 
 
 async def is_empty(server: Server) -> bool:
     return server.num_sessions == 0
+
+
+async def is_reported(server: Server) -> bool:
+    """A turn knows how its answer was played."""
+    turns = recent(server.services.traces.store, 10)
+    reports = [turn["client"] for turn in turns if "client" in turn]
+    for report in reports:
+        assert report["played_ms"] > 100 and 0 <= report["gap_ms"] <= report["played_ms"]
+        assert 0 < report["first_audio_delay_ms"] < 2000
+    return bool(reports)
 
 
 async def test_typing_needs_no_microphone(open_page: OpenPage) -> None:
