@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from app.bench import gate
+from app.bench import gate, machine
 from app.bench.gate import Check, GateResult, Limits, Side
 from app.bench.voice_script import SCRIPT
 from app.cli import cli
@@ -146,6 +146,7 @@ async def test_two_engines_are_run_and_compared(
         read.append(text)
         return 9.0
 
+    monkeypatch.setattr(machine, "read_gb_s", lambda num_threads: 30.0)  # takes a second
     monkeypatch.setattr(gate, "EngineClient", Starter)
     monkeypatch.setattr(gate, "_perplexity", perplexity)
     for name in "ab":
