@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from llm_core import EngineConfig
 
 # These are not for the words: the model has a name of its own, the cache belongs to the server.
 _FIXED = ("model_path", "native_cache_dir")
+_NAMED_OTHERWISE = {"num_threads": "llm_threads"}
 OPTION_NAMES = tuple(name for name in EngineConfig.__struct_fields__ if name not in _FIXED)
 
 
@@ -48,16 +50,8 @@ def engine_config(
     """As the server's settings have it, with ``options`` on top. Raises ConfigError."""
     config = EngineConfig(
         model_path=str(model_path),
-        num_threads=settings.llm_threads,
-        max_sequences=settings.llm_max_sequences,
-        max_context=settings.llm_max_context,
-        backend=settings.llm_backend,
-        tensor_parallel=settings.llm_tensor_parallel,
-        kv_dtype=settings.llm_kv_dtype,
-        policy=settings.llm_policy,
-        max_step_ms=settings.llm_max_step_ms,
-        standby=settings.llm_standby,
         native_cache_dir=str(settings.home / "native"),
+        **_from_settings(settings),
     )
     if not options:
         return config
@@ -66,3 +60,14 @@ def engine_config(
         return msgspec.convert(fields, EngineConfig, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"an engine cannot be started with {dict(options)}: {error}") from error
+
+
+def setting_of(option: str) -> str | None:
+    """The field of ``Settings`` for an option of an engine; None: there is none."""
+    name = _NAMED_OTHERWISE.get(option, f"llm_{option}")
+    return name if name in Settings.model_fields else None
+
+
+def _from_settings(settings: Settings) -> dict[str, Any]:
+    names = {option: setting_of(option) for option in OPTION_NAMES}
+    return {option: getattr(settings, name) for option, name in names.items() if name}

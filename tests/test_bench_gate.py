@@ -92,8 +92,8 @@ def test_a_server_takes_what_has_a_setting() -> None:
         "PARLEY_LLM_KV_DTYPE": "int8",
         "PARLEY_LLM_THREADS": "2",
     }
-    with pytest.raises(ConfigError, match="'backend' is no setting of a whole server"):
-        gate.server_settings(Side("x", {"backend": "torch"}))
+    with pytest.raises(ConfigError, match="'max_waiting' is no setting of a whole server"):
+        gate.server_settings(Side("x", {"max_waiting": "3"}))
 
 
 @pytest.mark.parametrize(("value", "status"), [(1.0, 0), (0.5, 1)])

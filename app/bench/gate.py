@@ -21,7 +21,7 @@ from app.bench.engines import MeasuredEngine, ParleyEngine
 from app.bench.llm_workloads import Figures, cached_prefix, decode, prefill, streams
 from app.bench.voice_script import SCRIPT
 from app.config import Settings
-from app.engine_options import engine_config
+from app.engine_options import engine_config, setting_of
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
 from llm_core import (
@@ -37,15 +37,6 @@ _ANSWER_LEN = 40
 _WINDOW_LEN = 128
 _MAX_TEXT_TOKENS = 1 << 14
 _SPEED = ("decode_tok_s", "prefill_tok_s", "ttft_cached_ms", "streams4_tok_s")
-# What of an engine's options a whole server takes, and under which name.
-_SETTINGS = {
-    "num_threads": "LLM_THREADS",
-    "max_sequences": "LLM_MAX_SEQUENCES",
-    "max_context": "LLM_MAX_CONTEXT",
-    "kv_dtype": "LLM_KV_DTYPE",
-    "policy": "LLM_POLICY",
-    "max_step_ms": "LLM_MAX_STEP_MS",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +261,13 @@ async def run(
 def server_settings(side: Side) -> dict[str, str]:
     """The environment of a server with this engine. Raises ConfigError for what it cannot take."""
     found = {"PARLEY_LLM_MODEL": side.model}
-    for name, value in side.options.items():
-        if name not in _SETTINGS:
-            raise ConfigError(f"{name!r} is no setting of a whole server: leave --voice out, or it")
-        found[f"PARLEY_{_SETTINGS[name]}"] = value
+    for option, value in side.options.items():
+        setting = setting_of(option)
+        if setting is None:
+            raise ConfigError(
+                f"{option!r} is no setting of a whole server: leave --voice out, or it"
+            )
+        found[f"PARLEY_{setting.upper()}"] = value
     return found
 
 

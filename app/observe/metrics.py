@@ -108,9 +108,6 @@ class Metrics:
         self._prompt = self._counter(
             "llm_prompt_tokens", "Tokens of prompts, by where their KV came from.", "source"
         )
-        self._drafts = self._counter(
-            "llm_draft_tokens", "Tokens guessed ahead, by whether the model agreed.", "result"
-        )
         self._wasted = self._counter("wasted_tokens", "Tokens of early answers nobody heard.")
         self._wasted_answers = self._counter("wasted_answers", "Early answers nobody heard.")
         self._reply_audio = self._counter("reply_audio_seconds", "Speech sent to callers.")
@@ -130,8 +127,6 @@ class Metrics:
             self._misses.labels(stage)
         for code in (*ERROR_CODES, OTHER):
             self._errors.labels(code)
-        for result in ("accepted", "rejected"):
-            self._drafts.labels(result)
         for lane in LANES:
             for verdict in VERDICTS:
                 self._engine_turns.labels(lane, verdict)
@@ -177,9 +172,6 @@ class Metrics:
         ):
             if facts.get(name) is not None:
                 histogram.observe(facts[name] / 1000)
-        accepted = facts.get("accepted_tokens", 0)
-        self._drafts.labels("accepted").inc(accepted)
-        self._drafts.labels("rejected").inc(max(0, facts.get("draft_tokens", 0) - accepted))
         for name, counter, unit in (
             ("completion_tokens", self._generated, 1.0),
             ("cached_tokens", self._prompt.labels("cached"), 1.0),

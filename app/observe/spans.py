@@ -127,7 +127,7 @@ class TurnSpans:
             "gen_ai.usage.cache_read.input_tokens": facts.get("cached_tokens"),
             "parley.queue_wait_ms": facts.get("queue_wait_ms"),
             "parley.llm_steps": facts.get("llm_steps"),
-            "parley.draft_tokens": facts.get("draft_tokens"),
+            "parley.drafted_tokens": facts.get("drafted_tokens"),
             "parley.accepted_tokens": facts.get("accepted_tokens"),
             "parley.engine": facts.get("engine"),
             "parley.engine_fallback": facts.get("engine_fallback"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.observe.turn_audio import TurnAudio
@@ -63,12 +62,11 @@ FACTS = {
     "computed_tokens": "of it, computed for this turn",
     "completion_tokens": "generated",
     "llm_steps": "steps of the engine for it",
-    "draft_tokens": "guessed ahead and verified by the model",
-    "accepted_tokens": "of them, those that were right",
-    "draft_steps": "steps that verified them",
-    "drafted_by_depth": "guesses by their place behind the known text",
-    "accepted_by_depth": "right ones by their place",
+    "drafted_tokens": "guesses at what follows that the engine verified",
+    "accepted_tokens": "of them, right: tokens that took no step of their own",
+    "accepted_by_depth": "the same by place: the first counts guesses behind known text",
     "draft_ms": "spent on guessing",
+    "verify_ms": "of the steps that verified guesses",
     "ttft_ms": "from the submission to the first token",
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
@@ -210,33 +208,29 @@ class TurnTrace:
         } | self.facts
 
     def note_generated(
-        self, *, num_tokens: int, num_steps: int, finish_reason: str, finished_ns: int
+        self,
+        *,
+        num_tokens: int,
+        num_steps: int,
+        finish_reason: str,
+        finished_ns: int,
+        speculation: Speculation | None = None,
     ) -> None:
         """What the engine says with the last token of a request; ``num_tokens`` of the answer."""
         self.facts["completion_tokens"] = num_tokens
         self.facts["finish_reason"] = finish_reason
         self.facts["llm_steps"] = self.facts.get("llm_steps", 0) + num_steps
+        if speculation is not None and speculation.num_drafted:
+            self.facts |= {
+                "drafted_tokens": speculation.num_drafted,
+                "accepted_tokens": speculation.num_accepted,
+                "accepted_by_depth": list(speculation.accepted_by_depth),
+                "draft_ms": speculation.draft_ns / 1e6,
+                "verify_ms": speculation.verify_ns / 1e6,
+            }
         first_ns = self.instants.get("llm_first_token")
         if first_ns is not None and num_tokens > 1 and "tpot_ms" not in self.facts:
             self.facts["tpot_ms"] = max(0, finished_ns - first_ns) / 1e6 / (num_tokens - 1)
-
-    def note_speculation(self, drafts: Speculation) -> None:
-        """What guesses ahead did in one request; the requests of an answer add up."""
-        if not drafts.num_drafted:
-            return
-        for name, number in (
-            ("draft_tokens", drafts.num_drafted),
-            ("accepted_tokens", drafts.num_accepted),
-            ("draft_steps", drafts.num_steps),
-            ("draft_ms", drafts.draft_ns / 1e6),
-        ):
-            self.facts[name] = self.facts.get(name, 0) + number
-        for name, by_depth in (
-            ("drafted_by_depth", drafts.drafted_by_depth),
-            ("accepted_by_depth", drafts.accepted_by_depth),
-        ):
-            pairs = zip_longest(self.facts.get(name, ()), by_depth, fillvalue=0)
-            self.facts[name] = [before + more for before, more in pairs]
 
     def note_clause_spoken(self, took_ns: int) -> None:
         """The voice has made the first piece of a clause."""
