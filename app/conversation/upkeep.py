@@ -11,10 +11,11 @@ import logging
 from collections.abc import Sequence
 
 from app.conversation.asking import length_options
+from app.conversation.engines import TalkEngine
 from app.conversation.history import History
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from llm_core import ChatMessage, EngineClient, LlmError, SamplingParams, TextDelta
+from llm_core import ChatMessage, LlmError, SamplingParams, TextDelta
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ async def _read(
     return messages[first : first + result.dropped_messages]
 
 
-async def _summary(engine: EngineClient, known: str, dropped: Sequence[ChatMessage]) -> str:
+async def _summary(engine: TalkEngine, known: str, dropped: Sequence[ChatMessage]) -> str:
     """Of ``dropped``, and of what was summed up before. Raises LlmError."""
     lines = [f"Earlier: {known}"] if known else []
     lines += [f"{m.role}: {m.content}" for m in dropped if m.content]
