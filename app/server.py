@@ -82,7 +82,10 @@ async def build_services(
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
-        rollout = await load_rollout(settings, engine.result(), tools, paths.of, stack)
+        try:
+            rollout = await load_rollout(settings, engine.result(), tools, paths.of, stack)
+        except LlmError as error:
+            raise ModelStoreError(f"cannot load the second engine: {error}") from error
         metrics = Metrics()
         sinks: list[TurnSink] = [metrics.observe, *([rollout.observe] if rollout else [])]
         traces = _open_traces(settings, sinks, stack)
