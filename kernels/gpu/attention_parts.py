@@ -1,8 +1,9 @@
 """What all attention kernels do with one block of keys and values.
 
-Softmax is taken online (Milakov and Gimelshein 2018; Dao et al. 2022). Scores are in units of log2, so that the exponential is the hardware's own; sums are float32.
-Query heads that share a key/value head are packed into the rows of one tile: with grouped queries
-a single token fills a tensor core's tile, and each key is read once for all of them.
+Softmax is taken online (Milakov and Gimelshein 2018; Dao et al. 2022). Scores are in units of
+log2, so that the exponential is the hardware's own; sums are float32. Query heads that share a
+key/value head are packed into the rows of one tile: with grouped queries a single token fills a
+tensor core's tile, and each key is read once for all of them.
 """
 
 from __future__ import annotations
