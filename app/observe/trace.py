@@ -71,6 +71,7 @@ FACTS = {
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
     "dropped_messages": "oldest messages left out, for the context was too short",
+    "forgotten_items": "of the conversation, those that were too old to be kept",
     "downgrades": "what the engine gave up to be in time: turns but the last, or the length",
     "ahead_ms": "how long before its request the answer had been begun",
     "filler": "what was said while a tool ran",
