@@ -121,6 +121,7 @@ def stats(
     conversation: _Conversation = None,
     since: _Since = None,
     until: _Until = None,
+    engine: _Engine = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="With the period before, as long. Needs --since.")
     ] = False,
@@ -130,7 +131,7 @@ def stats(
     home: HomeOption = None,
 ) -> None:
     """Percentiles of every stage, and the slowest turns with what made them slow."""
-    chosen = _chosen(conversation, None, None, since, until, False)
+    chosen = _chosen(conversation, None, None, since, until, False, engine)
     compare_with = None
     if compare:
         try:

@@ -87,8 +87,6 @@ async def test_a_call_with_an_interruption(open_page: OpenPage, words: Path) -> 
         # The waterfall has grown while the turns ran.
         notes = await page.evaluate("window.notes")
         assert any("as it happens" in note for note in notes)
-        # The browser has told what it made of the sound on its track.
-        await until(lambda: is_reported(server))
         # Each answer's figure shows its own turn again.
         await first.get_by_role("button", name="show where the time went").click()
         await page.get_by_role("button", name="Stop talking").click()
@@ -124,6 +122,8 @@ async def test_typing_needs_no_microphone(open_page: OpenPage) -> None:
             return bool(state["loudest"] > 0.1 and not state["playing"])
 
         await until(was_heard)
+        # The browser tells what it made of the sound on its track.
+        await until(lambda: is_reported(server))
         # Stopping an answer goes to whoever plays it.
         server.engine.replies[:] = [STORY]
         await page.fill("#message", "Tell me a story.")
