@@ -48,6 +48,9 @@ class EngineGauges:
             ("llm_verified_steps", "Steps of a sequence that verified guesses.", "num_steps"),
         ):
             services.metrics.counter(name, about, partial(self._speculation, field))
+        services.metrics.gauge(
+            "llm_up", "1 while the engine process runs.", lambda: float(self._engine.is_alive)
+        )
         rollout = services.rollout
         services.metrics.gauge(
             "canary_share",
@@ -58,9 +61,6 @@ class EngineGauges:
             "canary_withdrawn",
             "1 when the second engine was withdrawn since the start.",
             lambda: float(rollout is not None and not rollout.is_running),
-        )
-        services.metrics.gauge(
-            "llm_up", "1 while the engine process runs.", lambda: float(self._engine.is_alive)
         )
 
     async def refresh(self) -> None:
