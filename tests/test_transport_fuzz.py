@@ -22,7 +22,6 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from app.phone_peers import PEERS, Message
-from app.transports.webrtc import call as call_module
 from tests.fuzz_events import EventMaker
 from tests.fuzz_phone import PhoneMaker
 from tests.fuzz_server import FUZZ_S, MAX_BYSTANDER_S, SEED, TIMEOUT, Target, bystander, server
@@ -131,14 +130,6 @@ async def _breathe(rng: random.Random) -> None:
 # --- WebRTC ---
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers who never connect, or fall silent, are not waited for as long as usual."""
-    monkeypatch.setattr("app.transports.webrtc.peer.CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(call_module, "LOST_S", 1.0)
-
-
-@pytest.mark.usefixtures("impatient")
 async def test_nonsense_over_the_data_channel_and_the_media(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -199,8 +190,11 @@ async def _send_garbage(client: RtcClient, rng: random.Random) -> None:
                 await transport._send_data(b"\x13\x88\x13\x88" + noise)
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_offers_that_nobody_should_make(caplog: pytest.LogCaptureFixture) -> None:
+async def test_offers_that_nobody_should_make(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody will connect; here that is not waited for as long as usual.
+    monkeypatch.setattr("app.transports.webrtc.peer.CONNECT_TIMEOUT_S", 1.0)
     async with (
         server(caplog) as target,
         httpx.AsyncClient(base_url=target.url, verify=False, timeout=30) as http,
