@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 
 from app.phone_peers import PEERS, Clear, Goodbye, Mark, Play
 from tests.leaks import Memory
-from tests.phone_caller import Caller, Server, phone, phone_server
+from tests.phone_caller import PATIENCE_S, Caller, Server, phone, phone_server
 
 LONG = " ".join(["word"] * 24)  # 5 s of it
 SHORT = "Yes it is."
@@ -32,7 +32,7 @@ def said(server: Server, number: int) -> str:
 
 
 async def until_requests(server: Server, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while len(server.engine.requests) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

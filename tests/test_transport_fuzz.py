@@ -133,14 +133,21 @@ async def _breathe(rng: random.Random) -> None:
 async def test_nonsense_over_the_data_channel_and_the_media(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    num_connected = num_failed = 0
     async with server(caplog) as target:
 
         async def attack(rng: random.Random) -> None:
+            nonlocal num_connected, num_failed
             maker = EventMaker(rng)
             received: list[str] = []
             async with RtcClient(target.url) as client:
                 client.channel.on("message", received.append)
-                await client.connect()
+                try:
+                    await client.connect()
+                except TimeoutError:  # on a machine that is too busy
+                    num_failed += 1
+                    return
+                num_connected += 1
                 for _ in range(rng.randrange(1, 60)):
                     _check(received, maker)
                     if client.channel.readyState != "open":
@@ -153,6 +160,8 @@ async def test_nonsense_over_the_data_channel_and_the_media(
             _check(received, maker)
 
         await harass(target, attack)
+    print(f"{num_connected} calls, {num_failed} did not come about")
+    assert num_connected and num_failed <= num_connected // 20
 
 
 def _check(received: list[str], maker: EventMaker) -> None:
