@@ -1,0 +1,88 @@
+"""The operations of a decoder on a GPU: Triton kernels, and plain oracles of the same signatures.
+
+    ops = load_ops("triton")     # or "oracle", which runs anywhere
+    query = ops.rope_store(qkv, rotations, positions, slots, pages, ...)
+
+Importing this package needs neither Triton nor CUDA; ``load_ops("triton")`` does. Nothing here
+waits for the device: sizes that decide a launch (``max_length``, ``max_query_len``) are given by
+the caller, who knows bounds for them, and all else is read on the device. So every call can be
+captured in a CUDA graph; a batch is filled up to a bucket with rows of slot -1 and sequences of
+length 0.
+
+Rotary pairs are interleaved (x[2j], x[2j + 1]), as everywhere in this code base.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+
+from kernels.gpu import oracle
+from kernels.gpu.ops import GpuOps
+from kernels.gpu.pages import KvPages
+from kernels.gpu.sampling_inputs import SamplingInputs
+from kernels.gpu.weights import (
+    Float8Weight,
+    GpuWeight,
+    Int4Weight,
+    Int8Weight,
+    pack_float8,
+    pack_int4,
+    pack_int8,
+)
+
+__all__ = [
+    "Float8Weight",
+    "GpuOps",
+    "GpuWeight",
+    "Int4Weight",
+    "Int8Weight",
+    "KvPages",
+    "OpsName",
+    "SamplingInputs",
+    "is_interpreted",
+    "load_ops",
+    "pack_float8",
+    "pack_int4",
+    "pack_int8",
+    "unavailable_reason",
+]
+
+OpsName = Literal["triton", "oracle"]
+
+# bfloat16 on tensor cores and asynchronous copies begin with 8.0 (Ampere).
+_MIN_CAPABILITY = (8, 0)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def unavailable_reason() -> str | None:
+    """Why the Triton kernels cannot run on this machine's first GPU; None if they can."""
+    if not is_interpreted():
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        capability = torch.cuda.get_device_capability()
+        if capability < _MIN_CAPABILITY:
+            name = torch.cuda.get_device_name()
+            return (
+                f"{name} has compute capability {capability[0]}.{capability[1]}, "
+                f"expected {_MIN_CAPABILITY[0]}.{_MIN_CAPABILITY[1]} or higher"
+            )
+    # Found is not yet importable, but importing costs 0.3 s: `load_ops` says so if it fails.
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def load_ops(name: OpsName = "triton") -> GpuOps:
+    """The operations of one implementation. Raises ImportError where Triton cannot be imported."""
+    if name == "oracle":
+        return oracle
+    # Triton is an extra, and takes a third of a second to import.
+    from kernels.gpu import triton_ops
+
+    return triton_ops

@@ -1,0 +1,48 @@
+"""Products with weights of every format, and the one place that chooses how."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.cost import Cost
+from kernels.gpu.matmul_few import MAX_ROWS, matmul_few_rows
+from kernels.gpu.matmul_many import matmul_many_rows
+from kernels.gpu.weights import GpuWeight, weight_shape
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: GpuWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """See ``ops.GpuOps``."""
+    num_rows, (num_out, num_in) = x.shape[0], weight_shape(weight)
+    if x.shape[1] != num_in:
+        raise ValueError(f"x has {x.shape[1]} inputs, the weight {num_in}")
+    assert x.stride(1) == 1, "rows are dense"
+    if isinstance(weight, torch.Tensor) and num_rows > MAX_ROWS:
+        # cuBLAS rounds to its inputs' dtype: a wider result is only a wider copy.
+        plain_bias = None if bias is None else bias.to(x.dtype)
+        product = torch.nn.functional.linear(x, weight.to(x.dtype), plain_bias)
+        return product.to(out_dtype or x.dtype)
+    out = torch.empty(num_rows, num_out, dtype=out_dtype or x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    if isinstance(weight, torch.Tensor) or num_rows <= MAX_ROWS:
+        matmul_few_rows(x, weight, bias, out)
+    else:
+        matmul_many_rows(x, weight, bias, out)
+    return out
+
+
+def matmul_cost(x: torch.Tensor, weight: GpuWeight, out: torch.Tensor) -> Cost:
+    """The weight is read once, x read, out written; 2 T N K operations."""
+    if isinstance(weight, torch.Tensor):
+        weight_bytes = weight.numel() * weight.element_size()
+    else:
+        weight_bytes = weight.num_bytes
+    moved = x.numel() * x.element_size() + out.numel() * out.element_size()
+    num_out, num_in = weight_shape(weight)
+    return Cost(weight_bytes + moved, 2 * x.shape[0] * num_out * num_in)

@@ -1,0 +1,29 @@
+"""The Triton kernels behind the signatures of ``ops.GpuOps``. Importing this imports Triton."""
+
+from __future__ import annotations
+
+from kernels.gpu.ancestors import ancestor_bits
+from kernels.gpu.embed import embed
+from kernels.gpu.gated import gated
+from kernels.gpu.matmul import matmul
+from kernels.gpu.move_rows import move_rows
+from kernels.gpu.norm import add_rms_norm_, rms_norm
+from kernels.gpu.prefill_attention import prefill_attention
+from kernels.gpu.rope_store import rope_store
+from kernels.gpu.sample import sample
+from kernels.gpu.split_attention import decode_attention, tree_attention
+
+__all__ = [
+    "add_rms_norm_",
+    "ancestor_bits",
+    "decode_attention",
+    "embed",
+    "gated",
+    "matmul",
+    "move_rows",
+    "prefill_attention",
+    "rms_norm",
+    "rope_store",
+    "sample",
+    "tree_attention",
+]

@@ -1,0 +1,156 @@
+"""Launch parameters: measured once on a card, kept in a file, looked up ever after.
+
+A kernel offers a few candidates, the first of which serves where nothing was measured. Measuring
+waits for the device, so it happens only inside ``Tuner.measuring()``, which a warm-up enters before
+any CUDA graph is captured; never under the interpreter, whose times mean nothing.
+
+The file is JSON: {"<device name>, triton <version>": {"<kernel> <key>": {"BLOCK_N": 64, ...}}}.
+An entry that is none of the kernel's candidates (another version wrote it) is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+logger = logging.getLogger("kernels.gpu.tuning")
+
+Config = Mapping[str, int]  # block sizes, num_warps, num_stages
+Key = tuple[int | str, ...]
+
+_NUM_TIMED = 12
+# Larger than any card's second-level cache: between two runs it is written over.
+_FLUSH_BYTES = 256 << 20
+
+
+class Tuner:
+    """The configurations of one device, from ``path`` (None: nothing is kept)."""
+
+    def __init__(self, path: Path | None, device_name: str) -> None:
+        self._path = path
+        self._device = f"{device_name}, triton {triton.__version__}"
+        self._configs = _read(path).get(self._device, {}) if path else {}
+        self._is_measuring = False
+
+    def choose(
+        self,
+        kernel: str,
+        key: Key,
+        candidates: Sequence[Config],
+        run: Callable[[Config], None] | None = None,
+    ) -> Config:
+        """The configuration of ``kernel`` for ``key``.
+
+        Inside ``measuring()`` an unknown key is measured with ``run``, which must be repeatable.
+        """
+        name = " ".join((kernel, *map(str, key)))
+        known = self._configs.get(name)
+        if known is not None and known in candidates:
+            return known
+        if not self._is_measuring or run is None:
+            return candidates[0]
+        best = _fastest(candidates, run)
+        self._configs[name] = dict(best)
+        logger.info("tuned %s: %s", name, dict(best))
+        return best
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Unknown keys are measured until this is left; then the file is written."""
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._is_measuring = False
+            self._write()
+
+    def put(self, kernel: str, key: Key, config: Config) -> None:
+        """Fixes a configuration without measuring it."""
+        self._configs[" ".join((kernel, *map(str, key)))] = dict(config)
+
+    def clear(self) -> None:
+        """Forgets all configurations; the file stays as it is."""
+        self._configs.clear()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Read again: another process may have added to it meanwhile.
+        contents = _read(self._path)
+        contents[self._device] = {**contents.get(self._device, {}), **self._configs}
+        handle, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(contents, file, indent=1, sort_keys=True)
+        Path(temporary).replace(self._path)
+
+
+def default_path() -> Path:
+    """Under XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "parley" / "gpu_tuning.json"
+
+
+def make_tuner() -> Tuner:
+    """For the current CUDA device; without one (the interpreter), nothing is read or kept."""
+    if not torch.cuda.is_available():
+        return Tuner(None, "cpu")
+    return Tuner(default_path(), torch.cuda.get_device_name())
+
+
+def _read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """The file's contents; empty, with a line in the log, where it is not what we write."""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("the tuning file %s cannot be read and is not used: %s", path, error)
+        return {}
+    is_ours = isinstance(contents, dict) and all(
+        isinstance(configs, dict) and all(isinstance(c, dict) for c in configs.values())
+        for configs in contents.values()
+    )
+    if not is_ours:
+        logger.warning("the tuning file %s is not of our form and is not used", path)
+        return {}
+    return dict(contents)
+
+
+def _fastest(candidates: Sequence[Config], run: Callable[[Config], None]) -> Config:
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    times: list[tuple[float, int]] = []
+    for index, config in enumerate(candidates):
+        try:
+            run(config)  # compiles
+        except OutOfResources:  # too much shared memory or too many registers for this card
+            continue
+        times.append((_median_ms(lambda config=config: run(config), flush), index))  # type: ignore[misc]
+    if not times:
+        raise RuntimeError("no launch configuration of a kernel fits this device")
+    return candidates[min(times)[1]]
+
+
+def _median_ms(run: Callable[[], None], flush: torch.Tensor) -> float:
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED)]
+    for start, end in zip(starts, ends, strict=True):
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+    return float(times[_NUM_TIMED // 2])
+
+
+TUNER = make_tuner()
