@@ -29,7 +29,7 @@ from app.web import create_app
 from tests.busy import Stopwatch
 from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services
 
-FUZZ_S = float(os.environ.get("PARLEY_FUZZ_S", "2"))
+FUZZ_S = float(os.environ.get("PARLEY_FUZZ_S", "1"))
 SEED = int(os.environ.get("PARLEY_FUZZ_SEED", "0")) or random.randrange(1, 2**31)
 # A bystander's answer takes a few ms, and much longer when the loop is held up.
 MAX_BYSTANDER_S = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from aioice import stun
 
 from app.api import calls as calls_module
 from app.conversation.session import Session
@@ -85,6 +87,35 @@ async def test_an_unreachable_stun_server_delays_nothing_for_long(start: Start) 
         reply = await http.post(PATH, content=OFFER, headers=SDP)
         assert reply.status_code == 201
         assert asyncio.get_running_loop().time() - began < 1.5
+
+
+class StunServer(asyncio.DatagramProtocol):
+    """Tells everybody that they come from an address of the documentation (RFC 8489)."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, address: Any) -> None:
+        asked = stun.parse_message(data)
+        told = stun.Message(
+            stun.Method.BINDING, stun.Class.RESPONSE, transaction_id=asked.transaction_id
+        )
+        told.attributes["XOR-MAPPED-ADDRESS"] = ("203.0.113.7", 40_404)
+        self._transport.sendto(bytes(told), address)
+
+
+async def test_a_stun_server_tells_the_address_beyond_a_nat(start: Start) -> None:
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_datagram_endpoint(StunServer, local_addr=("127.0.0.1", 0))
+    port = transport.get_extra_info("sockname")[1]
+    try:
+        async with start(ice_servers=(f"stun:127.0.0.1:{port}",)) as http:
+            reply = await http.post(PATH, content=OFFER, headers=SDP)
+            assert reply.status_code == 201
+            assert re.search(r"203\.0\.113\.7 40404 typ srflx", reply.text), reply.text
+            assert "typ host" in reply.text
+    finally:
+        transport.close()
 
 
 async def test_settings_come_with_the_offer(start: Start) -> None:

@@ -467,7 +467,8 @@ async def test_limits_are_told_with_each_response_and_beta_clients_hear_of_items
             assert kinds[kinds.index("response.created") + 1] == "rate_limits.updated"
             [told] = next(e for e in events if e["type"] == "rate_limits.updated")["rate_limits"]
             assert (told["name"], told["limit"]) == ("requests", 100)
-            assert 95 <= told["remaining"] <= 98 and told["reset_seconds"] > 0
+            # Two messages, and what has come back meanwhile; exactly: test_rate_limits.
+            assert 95 <= told["remaining"] <= 100 and told["reset_seconds"] >= 0
             added = [e["item"]["id"] for e in events if e["type"] == "conversation.item.added"]
             made = [e["item"]["id"] for e in events if e["type"] == "conversation.item.created"]
             assert len(added) == 2

@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import pylibsrtp
 import pytest
 from aiortc.rtp import RtpPacket
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from app.phone_peers import PEERS, Message
-from app.transports.webrtc import call as call_module
 from tests.fuzz_events import EventMaker
 from tests.fuzz_phone import PhoneMaker
 from tests.fuzz_server import FUZZ_S, MAX_BYSTANDER_S, SEED, TIMEOUT, Target, bystander, server
@@ -131,25 +131,24 @@ async def _breathe(rng: random.Random) -> None:
 # --- WebRTC ---
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers who never connect, or fall silent, are not waited for as long as usual."""
-    monkeypatch.setattr("app.transports.webrtc.peer.CONNECT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(call_module, "LOST_S", 1.0)
-
-
-@pytest.mark.usefixtures("impatient")
 async def test_nonsense_over_the_data_channel_and_the_media(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    num_connected = num_failed = 0
     async with server(caplog) as target:
 
         async def attack(rng: random.Random) -> None:
+            nonlocal num_connected, num_failed
             maker = EventMaker(rng)
             received: list[str] = []
             async with RtcClient(target.url) as client:
                 client.channel.on("message", received.append)
-                await client.connect()
+                try:
+                    await client.connect()
+                except TimeoutError:  # on a machine that is too busy
+                    num_failed += 1
+                    return
+                num_connected += 1
                 for _ in range(rng.randrange(1, 60)):
                     _check(received, maker)
                     if client.channel.readyState != "open":
@@ -162,6 +161,8 @@ async def test_nonsense_over_the_data_channel_and_the_media(
             _check(received, maker)
 
         await harass(target, attack)
+    print(f"{num_connected} calls, {num_failed} did not come about")
+    assert num_connected and num_failed <= num_connected // 20
 
 
 def _check(received: list[str], maker: EventMaker) -> None:
@@ -178,7 +179,8 @@ async def _send_garbage(client: RtcClient, rng: random.Random) -> None:
     """Within the encrypted connection: audio that is none, reports that are none, broken SCTP."""
     transport = client.connection.getSenders()[0].transport
     noise = rng.randbytes(rng.randrange(1, 200))
-    with contextlib.suppress(ConnectionError):
+    # The client's own end may refuse to encrypt what has the number of an old packet.
+    with contextlib.suppress(ConnectionError, pylibsrtp.Error):
         match rng.randrange(4):
             case 0:
                 packet = RtpPacket(
@@ -199,8 +201,11 @@ async def _send_garbage(client: RtcClient, rng: random.Random) -> None:
                 await transport._send_data(b"\x13\x88\x13\x88" + noise)
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_offers_that_nobody_should_make(caplog: pytest.LogCaptureFixture) -> None:
+async def test_offers_that_nobody_should_make(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody will connect; here that is not waited for as long as usual.
+    monkeypatch.setattr("app.transports.webrtc.peer.CONNECT_TIMEOUT_S", 1.0)
     async with (
         server(caplog) as target,
         httpx.AsyncClient(base_url=target.url, verify=False, timeout=30) as http,

@@ -9,14 +9,17 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from app.config import Settings
 from app.transports.webrtc import call as call_module
+from app.transports.webrtc.call import Gateway
+from app.transports.webrtc.peer import Peer
 from tests.busy import Stopwatch
-from tests.fakes import recent
+from tests.fakes import ManualClock, recent
 from tests.leaks import Memory
 from tests.rtc_client import RtcClient, tone, until
 from tests.rtc_server import STORY, Server, ask, loud_s, serving
@@ -84,6 +87,57 @@ async def test_a_caller_may_come_back_before_anyone_missed_him(tmp_path: Path) -
         await second.until("response.done")
         await until(lambda: first.channel.readyState == "closed")
         assert server.num_sessions == 1
+
+
+class Talker:
+    """Stands for a connection whose peer speaks, or does not."""
+
+    is_connected = True
+    last_heard_ns = 0
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def test_a_server_that_was_held_up_does_not_take_it_for_the_peer_s_silence() -> None:
+    clock, talker = ManualClock(), Talker()
+    call = Gateway(Settings(), clock).new_call()
+    call._peer = cast(Peer, talker)
+    call._watching = asyncio.create_task(call._watch())
+    for _ in range(20):
+        talker.last_heard_ns = clock.now_ns()
+        await clock.advance(0.5)
+    # Ten seconds in which nothing runs: neither is anything read, nor is the peer looked after.
+    clock._now_ns += 10_000_000_000
+    await clock.advance(0.0)
+    assert not call.is_lost
+    talker.last_heard_ns = clock.now_ns()
+    await clock.advance(call_module.LOST_S)
+    assert not call.is_lost
+    await clock.advance(1.0)
+    assert call.is_lost
+    await call.close()
+
+
+async def at_once() -> None:
+    return None
+
+
+async def test_a_peer_that_answers_late_has_not_hung_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It speaks, but the checks of its consent get no answer in time."""
+    monkeypatch.setattr("aioice.ice.CONSENT_INTERVAL", 0.02)
+    monkeypatch.setattr("aioice.stun.RETRY_RTO", 0.02)
+    async with serving(tmp_path) as server, server.client() as client:
+        link = client.connection.sctp.transport.transport._connection
+        monkeypatch.setattr(link, "query_consent", at_once)  # the client's own
+        await client.connect()
+        monkeypatch.setattr(link, "request_received", lambda *args: None)
+        await asyncio.sleep(0.6)
+        assert server.the_audio().is_attached
+        await ask(client)
+        await client.until("response.done")
 
 
 async def test_nobody_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ class Call:
         self._gateway = gateway
         self._peer: Peer | None = None
         self._lost_at_ns: int | None = None
+        self._last_heard_ns = 0
+        self._silent_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.channel.on_close = self.audio.close
@@ -176,16 +178,23 @@ class Call:
         clock = self._gateway.clock
         while True:
             await clock.sleep(_WATCH_EVERY_S)
-            now_ns = clock.now_ns()
             if self._lost_at_ns is not None:
-                if (now_ns - self._lost_at_ns) / 1e9 > self._gateway.resume_window_s:
+                if (clock.now_ns() - self._lost_at_ns) / 1e9 > self._gateway.resume_window_s:
                     self.channel.fail(1006, "the connection was lost")
                     return
-            elif self._is_silent(now_ns):
+            elif self._is_silent():
                 self._lose()
 
-    def _is_silent(self, now_ns: int) -> bool:
+    def _is_silent(self) -> bool:
+        """Asked once every ``_WATCH_EVERY_S``.
+
+        The rounds in which nothing came are counted, and not the time since something did: when
+        this process itself was held up, what the peer has sent meanwhile is still to be read.
+        """
         peer = self._peer
-        if peer is None or not peer.is_connected:
+        if peer is None or not peer.is_connected or peer.last_heard_ns != self._last_heard_ns:
+            self._last_heard_ns = peer.last_heard_ns if peer is not None else 0
+            self._silent_s = 0.0
             return False
-        return (now_ns - peer.last_heard_ns) / 1e9 > LOST_S
+        self._silent_s += _WATCH_EVERY_S
+        return self._silent_s > LOST_S

@@ -93,6 +93,14 @@ class IceConnection(Connection):
         self.last_heard_ns = self._clock.now_ns()
         super().request_received(message, addr, protocol)
 
+    async def query_consent(self) -> None:
+        """No questions whether the peer still wants what we send (RFC 7675).
+
+        A call ends after 3.5 s in which nothing at all came (``call.LOST_S``), where the RFC allows
+        30 s. aioice asks once and waits half a second, so that on a busy machine six answers in a
+        row come too late, and a call in full swing is taken for one that was hung up.
+        """
+
 
 class IceGatherer(RTCIceGatherer):
     """aiortc's gatherer over an ``IceConnection``."""

@@ -25,7 +25,7 @@ from aiortc import (
     RTCSctpTransport,
 )
 from aiortc.exceptions import InvalidStateError
-from aiortc.rtcsctptransport import DataChunk
+from aiortc.rtcsctptransport import Chunk, DataChunk
 from aiortc.utils import random32
 
 from app.clock import Clock
@@ -57,12 +57,19 @@ class PeerEvents:
 
 
 class _Sctp(RTCSctpTransport):
-    """With a limit on what a peer may leave unfinished."""
+    """With a limit on what a peer may leave unfinished, and an end that nobody need be told of."""
 
     async def _receive_data_chunk(self, chunk: DataChunk) -> None:
         if self._advertised_rwnd + _MAX_REASSEMBLY_BYTES < len(chunk.user_data):
             raise ConnectionError("the peer sends more than it may")
         await super()._receive_data_chunk(chunk)
+
+    async def _send_chunk(self, chunk: Chunk) -> None:
+        """Its timers go on for a moment when the transport has ended: then it is too late."""
+        try:
+            await super()._send_chunk(chunk)
+        except ConnectionError:
+            logger.debug("the transport is gone; nothing more is sent")
 
 
 class Peer:
@@ -203,7 +210,7 @@ class Peer:
     # --- down ---
 
     def _on_dtls_state(self) -> None:
-        # "closed": the peer said goodbye (or its ICE consent ran out, which comes far later).
+        # "closed": the peer said goodbye.
         if self._dtls.state == "closed":
             self._end(is_clean=True)
 
