@@ -11,8 +11,9 @@ from typing import Literal, TypedDict
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
-KvDtype = Literal["float32", "bfloat16", "int8"]
-ModelBackend = Literal["auto", "native", "torch"]
+KvDtype = Literal["float32", "bfloat16", "int8", "fp8"]
+KvChoice = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
+ModelBackend = Literal["auto", "native", "torch", "triton"]
 Overflow = Literal["refuse", "drop_oldest"]
 Downgrade = Literal["partial_context", "shorter_answer"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
@@ -132,6 +133,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     after that; ``overflow``: what happens to a conversation longer than the context: it is refused,
     or its oldest turns are left out (the answer says how many messages) until about
     ``retention_ratio`` of the room for a prompt is taken, so that the next turns have room too.
+    ``spare_tokens`` more than the reply's must be free besides (of a quarter of the context at
+    most): with it a prefill makes room for what will be said next.
     ``downgrades`` allows the engine, when the deadline is at risk, to answer from the last turn
     alone, or shortly; FirstToken says which it did.
     """
@@ -142,6 +145,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     overflow: Overflow = "refuse"
     retention_ratio: float = 0.75
+    spare_tokens: int = 0
     downgrades: tuple[Downgrade, ...] = ()
 
 
@@ -154,6 +158,7 @@ class OptionFields(TypedDict, total=False):
     timeout_ms: int | None
     overflow: Overflow
     retention_ratio: float
+    spare_tokens: int
     downgrades: tuple[Downgrade, ...]
 
 
@@ -208,6 +213,20 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts did. ``num_steps`` of a sequence verified ``num_drafted`` drafts, of which
+    ``num_accepted`` were right; by depth: the first entry counts drafts that follow known text.
+    ``draft_ns`` was spent on drafting, ``verify_ns`` on the steps that verified."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    draft_ns: int = 0
+    verify_ns: int = 0
+
+
 class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The last event of a generation."""
 
@@ -215,13 +234,14 @@ class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     usage: Usage
     num_steps: int
     finished_ns: int
+    speculation: Speculation = Speculation()
 
 
 GenerationEvent = FirstToken | TextDelta | GenerationDone
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine has loaded."""
+    """What the engine has loaded. ``content_hash``: see ``model_hash``."""
 
     name: str
     context_len: int
@@ -230,6 +250,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     num_threads: int
     tool_format: ToolFormat = "hermes"
+    content_hash: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +273,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_preempted: int = 0
     total_timeouts: int = 0
     total_downgraded: int = 0
+    speculation: Speculation = Speculation()
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,13 +291,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_sequences`` requests run at once, each of ``max_context`` tokens at most (None: the
     model's own limit); ``max_waiting`` more may wait. ``kv_cache_tokens`` is the size of the KV
     pool that they and the prefix cache share (None: 2,048 for each of ``max_sequences``, or one
-    whole context if that is more). ``kv_dtype`` is how keys and values are kept. ``policy`` says
-    who is served first. ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting;
-    the number of rows that this allows is learnt from the steps. ``standby`` keeps a second
+    whole context if that is more). ``kv_dtype`` is how keys and values are kept; "auto" is bfloat16
+    on a GPU and float32 elsewhere. ``policy`` says who is served first. ``max_step_ms`` is how long
+    a prompt's chunk may keep the streams waiting; the number of rows that this allows is learnt
+    from the steps. ``standby`` keeps a second
     process that has loaded its code (some 200 MB) and needs only the model when the first one
-    dies. ``backend`` "native" is compiled C, "torch" torch's operations, "auto" the faster one that
-    can run here; ``native_cache_dir`` is where the compiled library is kept (None: the user's cache
-    directory). Raises ValueError for impossible numbers.
+    dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
+    "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is
+    kept (None: the user's cache directory). ``tensor_parallel`` is how many GPUs of this machine
+    share one model, each with a process of its own. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -284,15 +308,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None
     max_waiting: int = 64
     kv_cache_tokens: int | None = None
-    kv_dtype: KvDtype = "float32"
+    kv_dtype: KvChoice = "auto"
     policy: PolicyName = "deadline"
     max_step_ms: int = 150
     standby: bool = False
     backend: ModelBackend = "auto"
     native_cache_dir: str | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "max_sequences", "max_waiting", "max_step_ms"):
+        positive = ("num_threads", "max_sequences", "max_waiting", "max_step_ms", "tensor_parallel")
+        for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_context is not None and self.max_context < 2:

@@ -12,14 +12,22 @@ from typing import Protocol
 import torch
 
 from kernels import BackendName, select_backend
+from kernels.gpu import is_interpreted, load_ops, unavailable_reason
 from kernels.native import Library, NativeUnavailableError, load
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
+from llm_core.cuda_cache import GpuKvCache
+from llm_core.cuda_graphs import CudaCapture
+from llm_core.cuda_weights import check_format, compute_dtype
 from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
+from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
-from llm_core.messages import ModelBackend
+from llm_core.messages import KvChoice, ModelBackend
 from llm_core.native_decoder import NativeDecoder, unsupported_reason
+from llm_core.parallel.group import RankGroup
+from llm_core.parallel.shards import ShardedWeights, shard_config
+from llm_core.parallel.steps import LeadModel
 from llm_core.quant.formats import Weight
 from llm_core.quant.linear import choose_formats
 
@@ -29,21 +37,27 @@ logger = logging.getLogger("llm_core.model_choice")
 class Model(Protocol):
     """What computes a step: ``Decoder``, or another one with the same mathematics."""
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, and features if wanted; writes the rows' keys and values
         into ``cache``. Called under inference mode."""
+
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """Which hidden states are features: i is the residual stream after layer i, num_layers
+        what the final norm makes of the last. Set once, before the first batch that wants them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """How to run a model. ``torch_kernels`` are the operations of the torch decoder;
-    ``native_cache_dir`` is where the compiled library is kept (None: the user's cache)."""
+    ``native_cache_dir`` is where the compiled library is kept (None: the user's cache); ``group``
+    are the ranks that share the model, where there are several."""
 
     backend: ModelBackend = "torch"
     weight_format: str = "float32"
     torch_kernels: BackendName = "cpu"
     num_threads: int = 1
     native_cache_dir: Path | None = None
+    group: RankGroup | None = None
 
 
 def make_model(
@@ -51,10 +65,15 @@ def make_model(
 ) -> tuple[Model, str]:
     """The model, and what its weights are kept as.
 
-    ``auto`` takes compiled code where it can be built for this CPU, supports the model, and no
-    weight format is asked for; else torch. Raises ModelLoadError where ``native`` is asked for and
-    cannot be had, or the weights cannot be used.
+    ``auto`` takes a GPU where there is one; else compiled code where it can be built for this CPU,
+    supports the model, and no weight format is asked for; else torch. Raises ModelLoadError where
+    ``triton`` or ``native`` is asked for and cannot be had, or the weights cannot be used.
     """
+    no_gpu = why_no_gpu(options.backend)
+    if no_gpu is None:
+        return _make_triton(config, weights, options, max_context)
+    if options.group is not None:
+        raise ModelLoadError(f"tensor_parallel shares a model between GPUs, but {no_gpu}")
     library: Library | None = None
     if options.backend != "torch":
         try:
@@ -62,7 +81,7 @@ def make_model(
         except NativeUnavailableError as error:
             if options.backend == "native":
                 raise ModelLoadError(f"the compiled decoder cannot run: {error}") from error
-            logger.info("the model runs on torch: %s", error)
+            logger.info("the model runs on torch: %s; %s", error, no_gpu)
     if library is None:
         formats = choose_formats(options.weight_format)
         kernels = select_backend(options.torch_kernels)
@@ -74,8 +93,87 @@ def make_model(
     except (ValueError, MemoryError, NativeUnavailableError) as error:
         raise ModelLoadError(f"the weights cannot be packed: {error}") from error
     torch.set_num_threads(1)  # what is left to torch is too small to be shared out
-    logger.info("the model runs in compiled code (%s)", library.instructions)
+    logger.info("the model runs in compiled code (%s); %s", library.instructions, no_gpu)
     return decoder, decoder.weight_format
+
+
+def why_no_gpu(backend: ModelBackend) -> str | None:
+    """Why a model with this setting does not run on a GPU; None if it does.
+
+    Raises ModelLoadError where it must and cannot. Triton's interpreter is never chosen by itself:
+    it takes a second a token.
+    """
+    if backend not in ("auto", "triton"):
+        return f"backend {backend} is asked for"
+    reason = unavailable_reason()
+    if reason is None and backend == "auto" and is_interpreted():
+        return "Triton is interpreted (TRITON_INTERPRET is set)"
+    if reason is None or backend == "auto":
+        return reason
+    raise ModelLoadError(f"the Triton kernels cannot run: {reason}")
+
+
+def make_cache(
+    model: Model,
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: KvChoice,
+    *,
+    max_sequences: int = 1,
+) -> KvCache:
+    """The KV pool that ``model`` computes on, where it computes; steps of up to ``max_sequences``
+    sequences are then ready to run. Raises ModelLoadError for a dtype that it cannot use, or a pool
+    that does not fit into a GPU's memory."""
+    decoder = model.decoder if isinstance(model, LeadModel) else model
+    if not isinstance(decoder, TritonDecoder):
+        if dtype == "fp8":
+            raise ModelLoadError("kv_dtype is fp8, which only the Triton kernels have; use int8")
+        return KvCache(config, num_blocks, block_size, "float32" if dtype == "auto" else dtype)
+    is_cuda = decoder.device.type == "cuda"
+    if dtype == "auto":
+        dtype = "bfloat16" if is_cuda else "float32"
+    cache = GpuKvCache(
+        decoder.config, num_blocks, block_size, dtype, device=decoder.device, ops=decoder.ops
+    )
+    decoder.warm_up(cache, max_sequences)
+    if isinstance(model, LeadModel):
+        model.attach(cache)
+    return cache
+
+
+def _make_triton(
+    config: ModelConfig, weights: Mapping[str, Weight], options: ModelOptions, max_context: int
+) -> tuple[Model, str]:
+    is_cuda = not is_interpreted()
+    group = options.group
+    try:
+        weight_format = check_format(options.weight_format)
+        ops = load_ops("triton")
+    except (ValueError, ImportError) as error:
+        raise ModelLoadError(f"the Triton kernels cannot run the model: {error}") from error
+    if group is not None:
+        weights = ShardedWeights(weights, config, rank=group.rank, num_ranks=group.num_ranks)
+        config = shard_config(config, group.num_ranks)
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    try:
+        decoder = TritonDecoder(
+            config,
+            weights,
+            ops,
+            device=device,
+            dtype=compute_dtype(weight_format, is_cuda=is_cuda),
+            max_context=max_context,
+            weight_format=weight_format,
+            capture=CudaCapture() if is_cuda else None,
+            collectives=group,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(f"the GPU's memory does not hold the weights: {error}") from error
+    where = torch.cuda.get_device_name(device) if is_cuda else "Triton's interpreter"
+    logger.info("the model runs on %s (%s)", where, decoder.weight_format)
+    model = LeadModel(decoder, group) if group is not None and group.rank == 0 else decoder
+    return model, decoder.weight_format
 
 
 def default_native_cache_dir() -> Path:

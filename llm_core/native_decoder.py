@@ -14,7 +14,7 @@ import torch
 
 from kernels.native import Library, PackedMatrix
 from kernels.native import library as native
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
 from llm_core.kv_cache import KvCache
 from llm_core.quant.formats import Weight, to_float
@@ -90,11 +90,14 @@ class NativeDecoder:
         head = f"int{self._model.head.bits}"
         return layers if layers == head else f"{layers}+{head} head"
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+        """Logits of ``batch.logit_rows``; writes the rows' keys and values.
 
-        Raises IndexError for indices outside their range, MemoryError.
+        Raises IndexError for indices outside their range, MemoryError, NotImplementedError for
+        trees and features.
         """
+        if batch.wants_features or any(segment.is_tree for segment in batch.segments):
+            raise NotImplementedError("the compiled decoder computes no trees and no features")
         segments: list[int] = []
         block_ids: list[int] = []
         for segment in batch.segments:
@@ -127,7 +130,11 @@ class NativeDecoder:
         result = self._functions.pn_forward(self._session, pool, call)
         if result != 0:
             raise (MemoryError if result == 1 else IndexError)(_ERRORS[result])
-        return logits
+        return ForwardResult(logits)
+
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """See ``model_choice.Model``. Raises NotImplementedError."""
+        raise NotImplementedError("the compiled decoder gives out no features")
 
     def start_profile(self) -> None:
         """From now on time is added up by kind of phase; reading the clock costs some 20 us."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
 from kernels import BackendName
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
+from llm_core.cuda_cache import GpuKvCache
 from llm_core.errors import ModelLoadError
+from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
 from llm_core.loading.model_weights import ModelWeights, open_weights
-from llm_core.messages import EngineConfig, KvDtype, ModelBackend
-from llm_core.model_choice import ModelOptions, make_model
+from llm_core.messages import EngineConfig, KvChoice, ModelBackend
+from llm_core.model_choice import ModelOptions, make_cache, make_model, why_no_gpu
+from llm_core.parallel.group import RankGroup
+from llm_core.parallel.launch import Followers, join
+from llm_core.parallel.steps import follow
 from llm_core.quant.formats import Weight
 
 _BLOCK_SIZE = 16
@@ -54,16 +59,19 @@ class ModelRunner:
         num_threads: int = 1,
         num_blocks: int | None = None,
         block_size: int = _BLOCK_SIZE,
-        kv_dtype: KvDtype = "float32",
+        kv_dtype: KvChoice = "float32",
         max_context: int | None = None,
+        max_sequences: int = 1,
+        group: RankGroup | None = None,
         name: str = "in-memory",
     ) -> None:
         """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``;
         ``backend`` are the kernels of torch's decoder; ``model_backend`` and ``native_cache_dir``
-        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind.
+        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind;
+        ``group`` are the ranks that share the model.
 
-        Raises ModelLoadError when the KV cache cannot fit into this machine's memory, and as
-        ``make_model`` does.
+        Raises ModelLoadError when the KV cache cannot fit into the memory that is to hold it, and
+        as ``make_model`` does.
         """
         longest = min(max_context or config.context_len, config.context_len)
         self.config = config
@@ -72,8 +80,12 @@ class ModelRunner:
         self.max_context = min(longest, self.num_blocks * block_size)
         self._name = name
         self._num_threads = num_threads
-        num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, kv_dtype)
-        _check_cache_fits(num_bytes, self)
+        self._followers: Followers | None = None  # live as long as this
+        self._group = group
+        if why_no_gpu(model_backend) is not None:
+            dtype = "float32" if kv_dtype == "auto" else kv_dtype
+            num_bytes = KvCache.num_bytes(config, self.num_blocks, block_size, dtype)
+            _check_cache_fits(num_bytes, self)
         torch.set_num_threads(num_threads)
         options = ModelOptions(
             backend=model_backend,
@@ -81,11 +93,19 @@ class ModelRunner:
             torch_kernels=backend,
             num_threads=num_threads,
             native_cache_dir=Path(native_cache_dir) if native_cache_dir else None,
+            group=group,
         )
         with torch.inference_mode():
-            self._cache = KvCache(config, self.num_blocks, block_size, kv_dtype)
             self._model, self._weight_format = make_model(
                 config, weights, options, self.max_context
+            )
+            self._cache = make_cache(
+                self._model,
+                config,
+                self.num_blocks,
+                block_size,
+                kv_dtype,
+                max_sequences=max_sequences,
             )
 
     @classmethod
@@ -98,7 +118,45 @@ class ModelRunner:
     def of(
         cls, model: ModelWeights, engine_config: EngineConfig, *, weight_format: str = "auto"
     ) -> ModelRunner:
-        """Reads the weights of an open model. Raises ModelLoadError."""
+        """Reads the weights of an open model; with ``tensor_parallel``, starts the other ranks,
+        whose weights are of the format "auto". Raises ModelLoadError."""
+        if engine_config.tensor_parallel == 1:
+            return cls._of(model, engine_config, weight_format, None)
+        followers = Followers(engine_config, why_no_gpu(engine_config.backend))
+        try:
+            group = followers.join()
+            runner = cls._of(model, engine_config, "auto", group)
+            followers.meet(group)
+        except BaseException:
+            followers.close()
+            raise
+        runner._followers, runner._group = followers, group
+        return runner
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are some; a process that ends does so too."""
+        if self._followers is not None and self._group is not None:
+            self._followers.close()
+            self._group.close()
+
+    @classmethod
+    def follow(cls, engine_config: EngineConfig, folder: Path, rank: int) -> None:
+        """Is rank ``rank`` of a model until rank 0 ends. Raises ModelLoadError, RuntimeError."""
+        group = join(folder, rank, engine_config.tensor_parallel)
+        with open_weights(engine_config.model_path) as model:
+            runner = cls._of(model, engine_config, "auto", group)
+        group.meet()
+        assert isinstance(runner._model, TritonDecoder) and isinstance(runner._cache, GpuKvCache)
+        follow(runner._model, runner._cache, group)
+
+    @classmethod
+    def _of(
+        cls,
+        model: ModelWeights,
+        engine_config: EngineConfig,
+        weight_format: str,
+        group: RankGroup | None,
+    ) -> ModelRunner:
         kv_tokens = _kv_cache_tokens(engine_config, model.config.context_len)
         return cls(
             model.config,
@@ -108,8 +166,10 @@ class ModelRunner:
             num_blocks=-(-kv_tokens // _BLOCK_SIZE) + 1,  # one to spare for a copy
             kv_dtype=engine_config.kv_dtype,
             max_context=engine_config.max_context,
+            max_sequences=engine_config.max_sequences,
             model_backend=engine_config.backend,
             native_cache_dir=engine_config.native_cache_dir,
+            group=group,
             name=model.name,
         )
 
@@ -125,8 +185,12 @@ class ModelRunner:
             num_threads=self._num_threads,
         )
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 logits [R, vocab_size], one row for each of ``batch.logit_rows``.
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """See ``model_choice.Model``."""
+        self._model.set_feature_layers(layers)
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, and features if wanted.
 
         Positions before a segment's start must have been computed into its blocks; anything that
         its blocks hold from there on is overwritten.
@@ -142,6 +206,12 @@ class ModelRunner:
         with torch.inference_mode():
             self._cache.copy_rows(src_block, dst_block, num_rows)
 
+    def move_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[int]) -> None:
+        """Keeps of a tree's rows at ``start`` these, one after another. See ``KvCache``."""
+        assert list(rows) == sorted(set(rows)) and all(row >= 0 for row in rows), "rows ascend"
+        with torch.inference_mode():
+            self._cache.move_rows(block_ids, start, rows)
+
     def _check(self, batch: ForwardBatch) -> None:
         written: list[int] = []
         for segment in batch.segments:
@@ -151,6 +221,11 @@ class ModelRunner:
                 f"{segment} lacks blocks"
             )
             assert 0 <= min(segment.block_ids) <= max(segment.block_ids) < self.num_blocks
+            if segment.parents is not None:
+                assert len(segment.parents) == segment.length, "each row of a tree has a parent"
+                assert all(-1 <= p < row for row, p in enumerate(segment.parents)), (
+                    f"a row of a tree follows one before it: {segment.parents}"
+                )
             first, last = segment.start // self.block_size, (segment.end - 1) // self.block_size
             written += segment.block_ids[first : last + 1]
         assert len(set(written)) == len(written) > 0, "a block is written twice, or nothing is"

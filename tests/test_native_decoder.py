@@ -120,8 +120,8 @@ class Pair:
         """Both forward passes agree."""
         batch = ForwardBatch(tokens, segments, logit_rows)
         with torch.inference_mode():
-            expected = self.torch.forward(batch, self.caches[0])
-            result = self.native.forward(batch, self.caches[1])
+            expected = self.torch.forward(batch, self.caches[0]).logits
+            result = self.native.forward(batch, self.caches[1]).logits
         assert result.shape == expected.shape == (logit_rows.shape[0], self.config.vocab_size)
         assert result.dtype == torch.float32
         if logit_rows.shape[0]:
@@ -199,7 +199,7 @@ def test_company_does_not_change_a_bit(library: Library, changes: dict[str, Any]
 
     def run(tokens: torch.Tensor, *segments: Segment) -> torch.Tensor:
         batch = ForwardBatch(tokens, segments, torch.arange(tokens.shape[0]))
-        return pair.native.forward(batch, pair.caches[1])
+        return pair.native.forward(batch, pair.caches[1]).logits
 
     run(prompt, Segment(table, 0, 150))
     alone = [run(draft[i : i + 1], Segment(table, 150 + i, 1)) for i in range(8)]
@@ -233,7 +233,7 @@ def test_cutting_a_prompt_does_not_change_a_bit(
         for length in lengths:
             rows = tokens[start : start + length]
             batch = ForwardBatch(rows, (Segment(table, start, length),), torch.arange(length))
-            logits.append(pair.native.forward(batch, pair.caches[1]))
+            logits.append(pair.native.forward(batch, pair.caches[1]).logits)
             start += length
         return torch.cat(logits)
 
@@ -249,7 +249,7 @@ def test_threads_do_not_change_a_bit(library: Library) -> None:
     for num_threads in (1, 2, 5):
         pair = Pair(library, config, num_threads=num_threads)
         batch = ForwardBatch(tokens, (Segment(tuple(range(4)), 0, 60),), torch.arange(60))
-        results += [pair.native.forward(batch, pair.caches[1]) for _ in range(3)]
+        results += [pair.native.forward(batch, pair.caches[1]).logits for _ in range(3)]
     assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -1,0 +1,144 @@
+"""The whole engine on the Triton kernels, in their interpreter, says what it says on torch; and so
+do two processes that share the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_core.batch import ForwardBatch, Segment
+from llm_core.chat_template import ChatTemplate
+from llm_core.engine import Engine
+from llm_core.messages import (
+    ChatMessage,
+    EngineConfig,
+    FirstToken,
+    GenerationDone,
+    ModelBackend,
+    SamplingParams,
+    TextDelta,
+)
+from llm_core.runner import ModelRunner
+from tests.random_llama import random_tokens, random_weights, tiny_config
+from tests.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer, write_tiny_gguf
+
+MODEL = tiny_config(
+    num_layers=1, num_heads=2, num_kv_heads=1, vocab_size=len(TOKENS), context_len=128
+)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+class _Told:
+    """An engine, and what it has said to each request."""
+
+    def __init__(self, backend: ModelBackend) -> None:
+        runner = ModelRunner(MODEL, random_weights(MODEL, 5), model_backend=backend, num_blocks=16)
+        template = ChatTemplate(TEMPLATE, control_tokens=CONTROL)
+        self.engine = Engine(runner, tiny_tokenizer(), template)
+        self.engine.scheduler.mixed_budget = 12  # a long prompt is read beside the others' tokens
+        self.texts: dict[int, str] = {}
+        self.cached: dict[int, int] = {}
+        self.done: dict[int, str] = {}
+        self.batches: list[tuple[int, ...]] = []
+        forward = runner.forward
+
+        def watched(batch: ForwardBatch) -> object:
+            self.batches.append(tuple(segment.length for segment in batch.segments))
+            return forward(batch)
+
+        runner.forward = watched  # type: ignore[assignment, method-assign]
+
+    def ask(self, request_id: int, text: str, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.engine.submit(request_id, [ChatMessage("user", text)], params, received_ns=0)
+
+    def step(self, until: Callable[[], bool]) -> None:
+        while not until():
+            for request_id, event in self.engine.step():
+                match event:
+                    case FirstToken():
+                        self.cached[request_id] = event.cached_tokens
+                    case TextDelta():
+                        self.texts[request_id] = self.texts.get(request_id, "") + event.text
+                    case GenerationDone():
+                        self.done[request_id] = event.finish_reason
+                    case _:
+                        raise AssertionError(event)
+
+
+def conversation(backend: ModelBackend) -> _Told:
+    told = _Told(backend)
+    told.ask(1, "the user is in hell, in hell", 6)
+    told.step(lambda: 1 in told.cached)
+    told.ask(2, "the user is in hell, in hell, hello?", 3)  # begins as the first
+    told.ask(3, "hello the", 20)
+    told.step(lambda: len(told.cached) == 3)
+    told.engine.abort(3)
+    told.step(lambda: len(told.done) == 2)
+    stats = told.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks, "nothing is kept for the aborted one"
+    return told
+
+
+def test_the_engine_says_what_it_says_on_torch() -> None:
+    triton, plain = conversation("triton"), conversation("torch")
+    assert triton.texts[1] == plain.texts[1] and triton.texts[2] == plain.texts[2]
+    assert triton.texts[1] and triton.texts[2]
+    assert triton.done == plain.done == {1: "length", 2: "length"}
+    assert triton.cached == plain.cached and triton.cached[2] >= 16, "a block was reused"
+    assert triton.batches == plain.batches
+    assert any(1 in batch and 12 in batch for batch in triton.batches), "a chunk beside a token"
+
+
+def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """Greedy tokens, a tree's logits and features, after copies and moves in the caches of both."""
+    path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    shared = ModelRunner.load(
+        EngineConfig(model_path=path, backend="triton", tensor_parallel=2, kv_cache_tokens=64)
+    )
+    plain = EngineConfig(model_path=path, backend="torch", kv_cache_tokens=64)
+    alone = ModelRunner.load(plain, weight_format="float32")
+    assert shared.info_fields["weight_format"] == "float32"
+    try:
+        for runner in (shared, alone):
+            runner.set_feature_layers((0, 2))
+        tokens = random_tokens(alone.config, 5).tolist()
+        start = 0
+        for _ in range(3):  # the greedy text
+            row = torch.tensor([len(tokens) - start - 1])
+            step = ForwardBatch(
+                torch.tensor(tokens[start:]), (Segment((1,), start, len(tokens) - start),), row
+            )
+            start = len(tokens)
+            tokens.append(int(_same(shared, alone, step).argmax()))
+        for runner in (shared, alone):
+            runner.copy_block_rows(1, 3, 16)
+        tree = Segment((3,), start, 4, (-1, 0, 0, 2))
+        drafts = ForwardBatch(
+            random_tokens(alone.config, 4, 7), (tree,), torch.arange(4), wants_features=True
+        )
+        _same(shared, alone, drafts)
+        for runner in (shared, alone):
+            runner.move_rows((3,), start, (0, 2, 3))
+        last = Segment((3,), start + 3, 1)
+        _same(shared, alone, ForwardBatch(torch.tensor([9]), (last,), torch.tensor([0])))
+    finally:
+        shared.close()
+
+
+def _same(shared: ModelRunner, alone: ModelRunner, batch: ForwardBatch) -> torch.Tensor:
+    """The logits, the same of both; the best of a row is the same too."""
+    result, expected = shared.forward(batch), alone.forward(batch)
+    torch.testing.assert_close(result.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(result.logits.argmax(-1), expected.logits.argmax(-1))
+    if expected.features is not None:
+        assert result.features is not None
+        torch.testing.assert_close(result.features, expected.features, atol=1e-4, rtol=1e-4)
+    return result.logits
