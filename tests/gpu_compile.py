@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 from kernels.gpu import (
     KvPages,
     SamplingInputs,
+    launch,
     load_ops,
     pack_float8,
     pack_int4,
@@ -44,6 +45,7 @@ from kernels.gpu import (
 OPS = load_ops("triton")
 HALF = torch.bfloat16
 NUM_ROWS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 32, 8, 128
+NUM_MULTIPROCESSORS = 132  # of an H200: loops are split as they are there
 
 
 class NoDevice:
@@ -211,6 +213,7 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90)
     options = parser.parse_args()
     driver.set_active(NoDevice(options.capability))
+    launch.num_multiprocessors = lambda device: NUM_MULTIPROCESSORS
     if options.front_end:
         triton.compiler.compile = check_front_end
     else:

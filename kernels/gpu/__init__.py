@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from typing import Literal
 
 import torch
@@ -76,13 +75,7 @@ def unavailable_reason() -> str | None:
                 f"expected {_MIN_CAPABILITY[0]}.{_MIN_CAPABILITY[1]} or higher"
             )
     # Found is not yet importable, but importing costs 0.3 s: `load_ops` says so if it fails.
-    return None if _is_found("triton") else "triton is not installed"
-
-
-def _is_found(package: str) -> bool:
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    return importlib.util.find_spec(package) is not None
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
 def load_ops(name: OpsName = "triton") -> GpuOps:
