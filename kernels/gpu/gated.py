@@ -25,7 +25,8 @@ def gated_kernel(gate_up_ptr, out_ptr, size, IS_GELU: tl.constexpr, BLOCK: tl.co
     if IS_GELU:
         # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    result = gate * tl.sigmoid(argument) * up
+    # Lower arguments give nothing but an overflow of the exponential inside.
+    result = gate * tl.sigmoid(tl.maximum(argument, -80.0)) * up
     tl.store(out_ptr + row * size + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -35,8 +36,7 @@ def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     assert gate_up.is_contiguous(), "gate_up is dense"
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
-        # Rows are the second axis: the first is the only one that may exceed 65535, but a step
-        # never has so many rows.
+        # The second axis has up to 65535 places: more rows than a step has.
         grid = (cdiv(size, _BLOCK), num_rows)
         gated_kernel[grid](gate_up, out, size, IS_GELU=gate == "gelu_tanh", BLOCK=_BLOCK)
     return out
