@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from kernels.gpu import GpuOps, GpuWeight, KvPages
-from llm_core.batch import ForwardBatch, ForwardResult
+from llm_core.batch import ForwardBatch, ForwardResult, Segment
 from llm_core.config import ModelConfig
 from llm_core.cuda_batch import MAX_TREE_ROWS, StepLayout, StepTensors, layout_of, pack
 from llm_core.cuda_graphs import Capture, StepGraphs, StepShape, decode_shapes, shape_for
@@ -31,6 +31,8 @@ from llm_core.parallel.group import Alone, Collectives
 from llm_core.parallel.shards import head_rows
 from llm_core.quant.formats import Weight, stack_rows, to_float
 from llm_core.rope import rope_tables
+
+_WARM_UP_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +185,18 @@ class TritonDecoder:
         return self.result(step, *self.run(step, cache))
 
     def warm_up(self, cache: KvCache, max_sequences: int) -> None:
-        """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it."""
+        """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it, and
+        has kernels compiled for a prompt's chunk, which is written into the pool's first blocks.
+        Nothing without graphs: what is interpreted is not compiled."""
         self._bind(cache)
-        if self._graphs is not None:
-            for shape in decode_shapes(max_sequences, self.max_context):
-                self._graphs.record(shape)
+        if self._graphs is None:
+            return
+        for shape in decode_shapes(max_sequences, self.max_context):
+            self._graphs.record(shape)
+        num_rows = min(_WARM_UP_ROWS, self.max_context, cache.num_blocks * cache.block_size)
+        segment = Segment(tuple(range(-(-num_rows // cache.block_size))), 0, num_rows)
+        tokens = torch.zeros(num_rows, dtype=torch.int64)
+        self.forward(ForwardBatch(tokens, (segment,), torch.tensor([num_rows - 1])), cache)
 
     def pack(self, batch: ForwardBatch, cache: KvCache) -> PackedStep:
         """A step for ``run``, with the padding that its graph needs if it has one."""

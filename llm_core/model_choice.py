@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels import BackendName, select_backend
-from kernels.gpu import is_interpreted, load_ops, unavailable_reason
+from kernels.gpu import is_interpreted, load_ops, measuring, unavailable_reason
 from kernels.native import Library, NativeUnavailableError, load
 from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
@@ -136,7 +136,8 @@ def make_cache(
     cache = GpuKvCache(
         decoder.config, num_blocks, block_size, dtype, device=decoder.device, ops=decoder.ops
     )
-    decoder.warm_up(cache, max_sequences)
+    with measuring():
+        decoder.warm_up(cache, max_sequences)
     if isinstance(model, LeadModel):
         model.attach(cache)
     return cache
