@@ -24,7 +24,14 @@ from kernels.gpu import GpuOps, GpuWeight, KvPages
 from llm_core.batch import ForwardBatch, ForwardResult, Segment
 from llm_core.config import ModelConfig
 from llm_core.cuda_batch import MAX_TREE_ROWS, StepLayout, StepTensors, layout_of, pack
-from llm_core.cuda_graphs import Capture, StepGraphs, StepShape, decode_shapes, shape_for
+from llm_core.cuda_graphs import (
+    MAX_ROWS,
+    Capture,
+    StepGraphs,
+    StepShape,
+    decode_shapes,
+    shape_for,
+)
 from llm_core.cuda_weights import GpuFormat, format_name, gpu_weight, num_bytes
 from llm_core.kv_cache import KvCache
 from llm_core.parallel.group import Alone, Collectives
@@ -62,15 +69,15 @@ class PackedStep:
     wants_features: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _GraphState:
-    """What stays in place for a shape: its input, and what it makes of it."""
+    """What stays in place for a shape: its input, and where its results go."""
 
     shape: StepShape
     layout: StepLayout
     words: torch.Tensor
-    logits: torch.Tensor | None = None
-    features: torch.Tensor | None = None
+    logits: torch.Tensor
+    features: torch.Tensor
 
 
 class _Layer:
@@ -145,7 +152,9 @@ class TritonDecoder:
         head = weights["embedding" if config.tie_embeddings else "head"]
         self._head = (
             self._embedding
-            if config.tie_embeddings and isinstance(head, torch.Tensor) and weight_format == "auto"
+            if config.tie_embeddings
+            and isinstance(head, torch.Tensor)
+            and weight_format not in ("int8", "fp8")
             else gpu_weight(head, weight_format, dtype, device)
         )
         ropes = rope_tables(config, max_context)
@@ -155,6 +164,7 @@ class TritonDecoder:
         self._cache: KvCache | None = None
         self._pages: list[KvPages] = []
         self._graphs: StepGraphs[_GraphState] | None = None
+        self._results: tuple[torch.Tensor, ...] = ()
 
     @property
     def weight_format(self) -> str:
@@ -222,7 +232,6 @@ class TritonDecoder:
             shape = step.shape
             if self._graphs.is_ready(shape):
                 state = self._graphs.replay(shape, lambda state: _fill(state.words, step.words))
-                assert state.logits is not None, "what was recorded made some"
                 return state.logits, state.features
             groups = shape_groups(shape)
         else:
@@ -254,6 +263,13 @@ class TritonDecoder:
             for data, scale in zip(cache.data.unbind(0), scales, strict=True)
         ]
         if self._capture is not None:
+            # All graphs leave their results here: as they take turns, their own memory can be the
+            # same. A row of logits is half a megabyte, and there are dozens of graphs.
+            num_features = len(self._feature_layers) * self.config.hidden_size
+            self._results = tuple(
+                torch.empty(MAX_ROWS, width, device=self.device)
+                for width in (self.config.vocab_size, num_features)
+            )
             self._graphs = StepGraphs(self._capture, self._make_state, self._run_state)
 
     def _make_state(self, shape: StepShape) -> _GraphState:
@@ -261,13 +277,16 @@ class TritonDecoder:
         layout = _layout(shape, self._cache.block_size)
         words = torch.zeros(layout.num_words, dtype=torch.int32, device=self.device)
         StepTensors.of(words, layout).slots.fill_(-1)  # all is padding
-        return _GraphState(shape, layout, words)
+        logits, features = (result[: shape.num_rows] for result in self._results)
+        return _GraphState(shape, layout, words, logits, features)
 
     def _run_state(self, state: _GraphState) -> None:
         inputs = StepTensors.of(state.words, state.layout)
-        state.logits, state.features = self._compute(
-            inputs, shape_groups(state.shape), self._feature_layers
-        )
+        groups = shape_groups(state.shape)
+        logits, features = self._compute(inputs, groups, self._feature_layers)
+        state.logits.copy_(logits)
+        if features is not None:
+            state.features.copy_(features)
 
     def _compute(
         self, inputs: StepTensors, groups: Sequence[AttentionGroup], taps: tuple[int, ...]
