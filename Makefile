@@ -17,6 +17,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
 	done)
 
+FAST_TESTS = $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(sort $(wildcard tests/test_*.py))
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## list the targets
@@ -34,10 +36,12 @@ models: $(STAMP)-run ## fetch the models and check every byte of them
 
 test: $(STAMP)-test system ## all tests: fast ones first, then real models, then the browser
 	@$(PY) -m app models fetch >/dev/null
-	$(PY) -m pytest $(PYTEST_ARGS) $(sort $(wildcard tests/test_*.py)) tests/integration tests/browser
+	@# Tests with models fill both cores alone; those without share them. All run, whatever failed.
+	$(FAST_TESTS); fast=$$?; \
+	$(PY) -m pytest $(PYTEST_ARGS) tests/integration tests/browser && exit $$fast
 
 test-fast: $(STAMP)-test ## only the tests that need neither models nor a browser
-	$(PY) -m pytest $(PYTEST_ARGS) $(sort $(wildcard tests/test_*.py))
+	$(FAST_TESTS)
 
 check: $(STAMP)-check ## ruff, mypy --strict, the layout test
 	$(PY) -m ruff check .

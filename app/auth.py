@@ -72,6 +72,11 @@ class Gatekeeper:
         self._hosts = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
         self._any_host = "*" in settings.allowed_hosts
 
+    @property
+    def origins(self) -> list[str]:
+        """Those of other sites whose pages may connect; ``*`` among them: any."""
+        return sorted(self._origins)
+
     def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Grant:
         """For holders of an API key. Raises AuthenticationError or OriginError."""
         self._check_origin(headers)

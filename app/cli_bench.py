@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from app.cli_gate import gate
 from app.cli_models import HomeOption
 from app.cli_quantize import perplexity
+from app.cli_replay import replay
 from app.config import load_settings
 from app.errors import ParleyError
 from app.model_store import ModelStore
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from app.bench import llm
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+bench_app.command()(replay)
+bench_app.command()(gate)
 
 # Units in the figures' names, and whether more is better; for the table alone.
 _DESCRIPTIONS = {

@@ -1,7 +1,8 @@
-"""`parley quantize`, `parley distill` and `parley bench perplexity`: work on whole models."""
+"""`parley quantize`, `distill`, `shorten` and `bench perplexity`: a model at work on its own."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,11 @@ from llm_core import (
     PerplexityReport,
     QuantizeMethod,
     QuantizeOptions,
+    ShortenOptions,
     distill_model,
     measure_perplexity,
     quantize_model,
+    shorten_text,
 )
 from llm_core import Progress as OnProgress
 
@@ -42,6 +45,7 @@ _STAGES = {
     "after": "perplexity after",
     "perplexity": "reading the text",
     "training": "training",
+    "shorten": "reading the text",
 }
 
 ModelArgument = Annotated[
@@ -143,6 +147,35 @@ def distill(
         )
     _say(f"teacher     perplexity {report.teacher_perplexity:.2f}")
     _say(f"written     {out} ({report.size_bytes / 1e6:.1f} MB, {report.wall_s:.0f} s)")
+
+
+def shorten(
+    text: Annotated[Path, typer.Argument(help="Text for a prompt: notes, a manual, a history.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens that it may have.", min=1)],
+    question: Annotated[
+        str, typer.Option(help="Keep what bears on this; else what the model expects least.")
+    ] = "",
+    model: Annotated[str | None, typer.Option(help="As PARLEY_LLM_MODEL.")] = None,
+    threads: ThreadsOption = 2,
+    home: HomeOption = None,
+) -> None:
+    """Leave sentences out of a text, so that prompts with it are read sooner."""
+    with _reported(), _bars() as progress:
+        content = _read(text)
+        assert content is not None, "a path was given"
+        options = ShortenOptions(
+            model_path=_model_path(model, home),
+            text=content,
+            max_tokens=max_tokens,
+            question=question,
+            num_threads=threads,
+        )
+        report = shorten_text(options, progress)
+    sys.stdout.write(report.text + "\n")
+    Console(stderr=True, highlight=False).print(
+        f"{report.tokens_before:,} tokens before, {report.tokens_after:,} after "
+        f"({report.wall_s:.1f} s)"
+    )
 
 
 def perplexity(

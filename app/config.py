@@ -7,6 +7,7 @@ embedded models.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -110,7 +111,27 @@ class Settings(BaseSettings):
     asr_model: str = "package:whisper-tiny.en"
     tts_model: str = "package:piper-en_US-joe-medium"
 
-    llm_threads: int = Field(default=1, ge=1, le=256)
+    llm_sha256: str = Field(
+        default="", description="the model must have this content, or the server does not start"
+    )
+    canary: str = Field(
+        default="",
+        description="a second engine to roll out: MODEL,name=value,... (app/engine_options.py)",
+    )
+    canary_share: float = Field(
+        default=0.1, ge=0.0, le=0.9, description="of the conversations, those of the second engine"
+    )
+    canary_sha256: str = Field(default="", description="as llm_sha256, of the second engine")
+    canary_patience_ms: int = Field(
+        default=1500, ge=50, le=60_000, description="after so long without a sign it is not asked"
+    )
+
+    llm_threads: int = Field(
+        default_factory=lambda: min(2, os.cpu_count() or 1),
+        ge=1,
+        le=256,
+        description="of the engine; those of the compiled decoder sleep between steps",
+    )
     llm_max_sequences: int = Field(default=8, ge=1, le=1024)
     llm_max_context: int | None = Field(default=4096, ge=64)
     llm_policy: Annotated[Literal["deadline", "fcfs", "priority"], BeforeValidator(_lower)] = Field(
@@ -148,9 +169,19 @@ class Settings(BaseSettings):
     )
     max_reply_tokens: int = Field(default=160, ge=1, le=4096)
 
+    summarise_forgotten: bool = Field(
+        default=False,
+        description="the model sums up what its context has no more room for; not for small models",
+    )
+
     turn_detection: Literal["server_vad", "semantic_vad"] = Field(
         default="semantic_vad",
         description="how turns end in sessions that do not say it: by what was said, or by silence",
+    )
+    turn_model: Path | None = Field(
+        default=None,
+        description="smart-turn v3 (ONNX), which judges by the sound whether a turn is over; "
+        "HOME/models/smart-turn-v3.onnx is taken when it is there",
     )
     tools: str | None = Field(
         default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"

@@ -11,7 +11,8 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from app.config import Settings
 from app.errors import ClientError
@@ -24,7 +25,14 @@ MAX_OWNERS = 10_000
 BYTES_A_MESSAGE = 16 * 1024
 _MESSAGE_BURST_S = 2.0
 
-Pacer = Callable[[int], Awaitable[None]]
+
+@dataclass(frozen=True, slots=True)
+class RateState:
+    """How much of a limit is left: ``limit`` at most, and in how many seconds it is full again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 class RateLimitedError(ClientError):
@@ -60,6 +68,12 @@ class TokenBucket:
         self._tokens -= cost
         return max(0.0, -self._tokens / self._rate_per_s)
 
+    def state(self, now_s: float) -> RateState:
+        """What is left at this moment."""
+        self._refill(now_s)
+        missing = self._burst - self._tokens
+        return RateState(int(self._burst), max(0, int(self._tokens)), missing / self._rate_per_s)
+
     def _refill(self, now_s: float) -> None:
         self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
         self._at_s = now_s
@@ -89,20 +103,16 @@ class RateLimits:
             )
 
     def pacer(self, owner: str) -> Pacer:
-        """What a connection awaits with the length of each message, before it reads the next."""
-        was_told = False
+        """For one connection of ``owner``."""
+        return Pacer(self, owner)
 
-        async def pace(num_bytes: int) -> None:
-            nonlocal was_told
-            _, messages = self._of(owner)
-            wait_s = messages.take(1 + num_bytes // BYTES_A_MESSAGE, self._clock_s())
-            if wait_s:
-                if not was_told:
-                    was_told = True
-                    logger.warning("client sends too fast; it is read later")
-                await asyncio.sleep(wait_s)
+    def messages_of(self, owner: str) -> TokenBucket:
+        """What ``owner`` may send, over all its connections."""
+        return self._of(owner)[1]
 
-        return pace
+    def now_s(self) -> float:
+        """On the clock of the buckets."""
+        return self._clock_s()
 
     def _of(self, owner: str) -> tuple[TokenBucket, TokenBucket]:
         if owner not in self._buckets:
@@ -114,3 +124,26 @@ class RateLimits:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(owner)
         return self._buckets[owner]
+
+
+class Pacer:
+    """What a connection awaits with the length of each message, before it reads the next."""
+
+    def __init__(self, limits: RateLimits, owner: str) -> None:
+        self._limits = limits
+        self._owner = owner
+        self._was_told = False
+
+    async def __call__(self, num_bytes: int) -> None:
+        """Count a message of ``num_bytes``; returns when its turn has come."""
+        messages = self._limits.messages_of(self._owner)
+        wait_s = messages.take(1 + num_bytes // BYTES_A_MESSAGE, self._limits.now_s())
+        if wait_s:
+            if not self._was_told:
+                self._was_told = True
+                logger.warning("client sends too fast; it is read later")
+            await asyncio.sleep(wait_s)
+
+    def state(self) -> RateState:
+        """How many messages may be sent at once now."""
+        return self._limits.messages_of(self._owner).state(self._limits.now_s())

@@ -26,9 +26,9 @@ from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
-from app.conversation.session_config import SessionConfig
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
+from app.engine_start import load_engine, load_rollout
 from app.errors import ConfigError, ModelStoreError
 from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
@@ -43,8 +43,9 @@ from app.web import WEB_ROOT, create_app
 from audio.asr import Recognizer
 from audio.errors import AudioError
 from audio.tts import Synthesizer
+from audio.turn_model import TurnModel
 from audio.vad import VadModel
-from llm_core import ChatMessage, EngineClient, EngineConfig, InvalidRequestError, LlmError
+from llm_core import LlmError
 
 __all__ = ["WEB_ROOT", "build_services", "create_app", "listening", "serve"]
 
@@ -73,15 +74,18 @@ async def build_services(
         try:
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, progress, workers)
-                engine = loading.create_task(_load_engine(settings, tools, paths, stack))
+                engine = loading.create_task(load_engine(settings, tools, paths.of, stack))
                 recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
                 synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
+                turn_model = loading.create_task(_load_turn_model(settings, workers))
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
+        rollout = await load_rollout(settings, engine.result(), tools, paths.of, stack)
         metrics = Metrics()
-        traces = _open_traces(settings, metrics, stack)
+        sinks: list[TurnSink] = [metrics.observe, *([rollout.observe] if rollout else [])]
+        traces = _open_traces(settings, sinks, stack)
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
@@ -99,6 +103,8 @@ async def build_services(
             settings=settings,
             filler=await _make_filler(settings, synthesizer.result(), workers),
             tools=tools,
+            rollout=rollout,
+            turn_model=turn_model.result(),
         )
         await warm_up(services)
         logger.info("ready", extra={"took_s": round(time.monotonic() - started_s, 1)})
@@ -121,43 +127,7 @@ class _Paths:
         return await loop.run_in_executor(self._workers, self._store.fetch, *arguments)
 
 
-async def _load_engine(
-    settings: Settings, tools: ToolBox, paths: _Paths, stack: AsyncExitStack
-) -> EngineClient:
-    config = EngineConfig(
-        model_path=str(await paths.of(settings.llm_model)),
-        num_threads=settings.llm_threads,
-        max_sequences=settings.llm_max_sequences,
-        max_context=settings.llm_max_context,
-        backend=settings.llm_backend,
-        tensor_parallel=settings.llm_tensor_parallel,
-        kv_dtype=settings.llm_kv_dtype,
-        policy=settings.llm_policy,
-        max_step_ms=settings.llm_max_step_ms,
-        standby=settings.llm_standby,
-        native_cache_dir=str(settings.home / "native"),
-    )
-    engine = await EngineClient.start(config)
-    stack.push_async_callback(engine.close)
-    await _keep_instructions(engine, settings.instructions, tools)
-    return engine
-
-
-async def _keep_instructions(engine: EngineClient, instructions: str, tools: ToolBox) -> None:
-    """Callers find the instructions read, however many others the cache has seen, also when the
-    engine has been replaced; and no first caller pays for first-time work."""
-    specs = tools.specs(SessionConfig(instructions))
-    if not instructions and not specs:
-        return
-    try:
-        await engine.pin([ChatMessage("system", instructions, tools=specs)])
-    except InvalidRequestError as error:
-        # Templates may begin with what the user says; and very long ones are not worth the room.
-        logger.warning("the instructions are not kept in the cache for good: %s", error)
-
-
-def _open_traces(settings: Settings, metrics: Metrics, stack: AsyncExitStack) -> TraceWriter:
-    sinks: list[TurnSink] = [metrics.observe]
+def _open_traces(settings: Settings, sinks: list[TurnSink], stack: AsyncExitStack) -> TraceWriter:
     if settings.otel_endpoint:
         spans = otlp_spans(settings)
         stack.push_async_callback(asyncio.to_thread, spans.close)
@@ -213,6 +183,13 @@ async def _load_synthesizer(
         return synthesizer
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
+
+
+async def _load_turn_model(settings: Settings, workers: ThreadPoolExecutor) -> TurnModel | None:
+    path = settings.turn_model or settings.home / "models" / "smart-turn-v3.onnx"
+    if settings.turn_model is None and not await asyncio.to_thread(path.is_file):
+        return None
+    return await asyncio.get_running_loop().run_in_executor(workers, TurnModel, path)
 
 
 async def _make_filler(

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.staticfiles import StaticFiles
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
@@ -27,7 +27,7 @@ from app.api.metrics import metrics_router
 from app.api.models import models_router
 from app.api.phone import PhoneDesk, add_phone
 from app.api.realtime import MakeSession, RealtimeConnection
-from app.api.realtime_names import OWN_NAME
+from app.api.realtime_names import OWN_NAME, is_beta
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
@@ -41,10 +41,14 @@ from app.connections import Connections
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.errors import ClientError, ConfigError, ParleyError, ServiceError, UnavailableError
+from app.pages import Pages
 from app.rate_limits import RateLimitedError, RateLimits
 from app.transports.websocket import WebSocketChannel
 
 logger = logging.getLogger(__name__)
+
+# How long a browser need not ask again whether a page of another origin may send its request.
+_PREFLIGHT_AGE_S = 3600
 
 # Beside the package, in a checkout as well as in an installed wheel.
 WEB_ROOT = Path(app_package.__file__).resolve().parent.parent / "web_demo"
@@ -96,6 +100,15 @@ def create_app(
     app.state.rate_limits = RateLimits(settings)
     app.add_middleware(_HostGuard, gatekeeper=app.state.gatekeeper)
     app.add_middleware(_SecurityHeaders)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=app.state.gatekeeper.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],  # keys, and whatever clients tell of themselves
+            expose_headers=["Location", "Retry-After"],
+            max_age=_PREFLIGHT_AGE_S,
+        )
     _add_error_handlers(app)
     _add_health(app, services)
     app.include_router(traces_router(services.traces))
@@ -120,15 +133,17 @@ def create_app(
         make_session,
     )
     add_phone(app, app.state.phone, settings)
-    app.mount("/", _Pages(directory=web_root, html=True))
+    app.mount("/", _WebPages(directory=web_root, html=True))
     return app
 
 
 def _add_health(app: FastAPI, services: Services) -> None:
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         connections: Connections = app.state.connections
@@ -198,6 +213,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
                 make_session=make_session,
                 opening=grant.session,
                 pace=limits.pacer(owner),
+                is_beta=is_beta(websocket.headers),
             )
             with connections.entered(channel, lambda: connection.is_busy):
                 await connection.run()
@@ -234,6 +250,9 @@ async def _deny(websocket: WebSocket, error: ParleyError, status: int | None = N
     await websocket.send_denial_response(error_response(error, status))
 
 
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 426: "upgrade_required"}
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientError)
     async def client_error(request: Request, error: ClientError) -> JSONResponse:
@@ -252,7 +271,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        code = _HTTP_CODES.get(error.status_code)
         response = error_response(ClientError(str(error.detail), code=code), error.status_code)
         response.headers.update(error.headers or {})
         return response
@@ -263,8 +282,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(ServiceError("The server had an error of its own."), 500)
 
 
-class _Pages(StaticFiles):
-    """The web page. Revalidated on every load, so that an upgraded server is seen at once."""
+class _WebPages(Pages):
+    """Denies WebSockets in words that a client can read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -272,11 +291,6 @@ class _Pages(StaticFiles):
             await _deny(WebSocket(scope, receive, send), missing, 404)
             return
         await super().__call__(scope, receive, send)
-
-    def file_response(self, *args: Any, **kwargs: Any) -> Any:
-        response = super().file_response(*args, **kwargs)
-        response.headers["cache-control"] = "no-cache"
-        return response
 
 
 class _HostGuard:

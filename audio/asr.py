@@ -13,7 +13,7 @@ library loops for a hundred words, it does not.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,7 @@ class _Job:
 
     language: str | None
     prompt: str | None
+    is_wanted: Callable[[], bool]
     num_runs: int = 0
     num_pieces: int = 0
     encoder_frames: int = 0
@@ -100,14 +101,20 @@ class Recognizer:
         self._decoder.decode(features, _SHORT_FRAMES, self.language, None)
 
     def transcribe(
-        self, samples: Samples, *, prompt: str | None = None, language: str | None = None
+        self,
+        samples: Samples,
+        *,
+        prompt: str | None = None,
+        language: str | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         """Text of the speech in ``samples`` float32 [n] at 16 kHz, of any length.
 
         ``prompt`` is earlier text or vocabulary that the speech may continue or contain; one that
         repeats itself is ignored, since it would make the model do so too. ``language`` overrides
-        the default. Raises AudioFormatError for samples that are not finite mono audio, AudioError
-        for an unknown language, ModelError when the runtime fails.
+        the default. ``is_wanted`` is asked now and then, from this thread: work that nobody waits
+        for is given up. Raises AudioFormatError for samples that are not finite mono audio,
+        AudioError for an unknown language, NotWantedError, and ModelError when the runtime fails.
         """
         started_ns = time.monotonic_ns()
         if samples.ndim != 1 or not np.isfinite(samples).all():
@@ -116,6 +123,7 @@ class Recognizer:
         job = _Job(
             language=self.language if language is None else self._decoder.check_language(language),
             prompt=_usable_prompt(prompt),
+            is_wanted=is_wanted,
         )
         whole = Piece(audio, self._vad.probabilities(audio)).trimmed()
         heard = [
@@ -189,7 +197,7 @@ class Recognizer:
         job.num_runs += 1
         job.encoder_frames += num_frames
         decoding, job.language = self._decoder.decode(
-            features, num_frames, job.language, job.prompt
+            features, num_frames, job.language, job.prompt, job.is_wanted
         )
         return decoding
 

@@ -11,6 +11,7 @@ timestamps and with greedy search it errs and loops less than with either.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from faster_whisper import WhisperModel
 from faster_whisper.tokenizer import Tokenizer
 
 from audio.asr_guard import Decoding
-from audio.errors import AudioError, ModelError
+from audio.errors import AudioError, ModelError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 
 MAX_FRAMES = 3_000
@@ -80,17 +81,25 @@ class WhisperDecoder:
         return out
 
     def decode(
-        self, features: Samples, num_frames: int, language: str | None, prompt: str | None
+        self,
+        features: Samples,
+        num_frames: int,
+        language: str | None,
+        prompt: str | None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> tuple[Decoding, str]:
         """Greedy decoding over ``num_frames`` of context (even, at most 3,000), and the language.
 
-        Raises ModelError when the runtime fails.
+        ``is_wanted`` is asked before each of the two long steps. Raises NotWantedError when it
+        says no, ModelError when the runtime fails.
         """
         content_s = min(features.shape[1], num_frames) / FRAMES_PER_S
         padded = np.zeros((features.shape[0], num_frames), dtype=np.float32)
         padded[:, : features.shape[1]] = features[:, :num_frames]
         try:
+            _check_wanted(is_wanted)
             encoded = self._whisper.encode(padded)
+            _check_wanted(is_wanted)
             if language is None:
                 language = str(self._whisper.model.detect_language(encoded)[0][0][0])[2:-2]
             tokenizer, suppressed = self._tokenizer_of(language)
@@ -183,6 +192,11 @@ def _prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
         return start
     earlier = tokenizer.encode(" " + prompt.strip())[-223:]  # half of the text context, less one
     return [tokenizer.sot_prev, *earlier, *start]
+
+
+def _check_wanted(is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise NotWantedError("nobody waits for this transcript any more")
 
 
 def _mean(values: list[float], weights: list[int]) -> float:

@@ -15,5 +15,9 @@ class AudioFormatError(AudioError):
     """Bytes or a file that are not audio of the expected form."""
 
 
+class NotWantedError(AudioError):
+    """Work was given up half-way, because nobody waits for it any more."""
+
+
 class ModelError(AudioError):
     """A speech model is missing, unreadable, or failed while running."""

@@ -65,6 +65,23 @@ def _words(text: str) -> list[str]:
     return words if words or not text else [text]
 
 
+def _segment(text: str, start_char: int, start_sample: int, num_samples: int) -> _Segment:
+    words = _words(text)
+    weights = [speaking_weight(word) for word in words]
+    total = sum(weights)
+    char_ends: list[int] = []
+    sample_ends: list[int] = []
+    num_chars, spoken = 0, 0.0
+    for index, (word, weight) in enumerate(zip(words, weights, strict=True)):
+        num_chars += len(word)
+        spoken += weight
+        is_last = index == len(words) - 1
+        share = num_samples if is_last or not total else ceil(num_samples * (spoken / total))
+        char_ends.append(num_chars)
+        sample_ends.append(start_sample + min(share, num_samples))
+    return _Segment(text, start_char, tuple(char_ends), tuple(sample_ends))
+
+
 class PlayoutTimeline:
     """The text and the audio of one reply, side by side.
 
@@ -95,23 +112,21 @@ class PlayoutTimeline:
         """
         if num_samples < 0:
             raise ValueError(f"num_samples is {num_samples}; it cannot be negative")
-        words = _words(text)
-        weights = [speaking_weight(word) for word in words]
-        total = sum(weights)
-        char_ends: list[int] = []
-        sample_ends: list[int] = []
-        num_chars, spoken = 0, 0.0
-        for index, (word, weight) in enumerate(zip(words, weights, strict=True)):
-            num_chars += len(word)
-            spoken += weight
-            is_last = index == len(words) - 1
-            share = num_samples if is_last or not total else ceil(num_samples * (spoken / total))
-            char_ends.append(num_chars)
-            sample_ends.append(self._num_samples + min(share, num_samples))
-        self._segments.append(_Segment(text, self._num_chars, tuple(char_ends), tuple(sample_ends)))
+        self._segments.append(_segment(text, self._num_chars, self._num_samples, num_samples))
         self._starts.append(self._num_samples)
         self._num_chars += len(text)
         self._num_samples += num_samples
+
+    def resize_last(self, num_samples: int) -> None:
+        """The clause that was added last lasts ``num_samples``, as is known better now.
+
+        Raises ValueError for a negative length, and when there is no clause.
+        """
+        if not self._segments:
+            raise ValueError("there is no clause yet")
+        segment, start = self._segments.pop(), self._starts.pop()
+        self._num_chars, self._num_samples = segment.start, start
+        self.append(segment.text, num_samples)
 
     def num_heard_chars(self, played_samples: int) -> int:
         """Length of the text heard when ``played_samples`` have been played; 0 at 0."""

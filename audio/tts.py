@@ -1,65 +1,45 @@
 """Speech from text with a Piper voice (VITS in ONNX; rhasspy/piper, OHF-Voice/piper1-gpl).
 
-Measured on two busy cores of an AMD EPYC with en_US-joe-medium (compare, do not quote): 2, 4, 8 and
-16 words (0.7, 1.0, 2.2 and 4.5 s of audio) take 74, 107, 256 and 480 ms on one thread, phonemes
-0.16 to 0.36 ms of that. 53 % of the network's time are the decoder's convolutions, 14 % the flow's.
-Two threads cost 15 to 45 % more CPU and gain nothing while the other core has work. Graph
-optimisation (basic, extended, all), arena, memory patterns and flush-to-zero make no difference
-beyond noise.
+Audio comes in pieces: the first one is short, so that it can be heard while the rest is made, and
+how long the further ones are depends on how busy the machine is. See ``audio.voice_net``.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
-from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
-from piper import PiperConfig, PiperVoice, SynthesisConfig
+from piper import PiperConfig, PiperVoice
 
 from audio.clause_rules import CLOSERS
 from audio.errors import AudioError, ModelError
+from audio.frame import Samples
 from audio.normalize import normalize
+from audio.voice_finish import Finisher, gain_for
+from audio.voice_net import ORT_ERRORS, Utterance, VoiceNet
 
-# They share no base but Exception.
-_ORT_ERRORS: tuple[type[Exception], ...] = (
-    ort_errors.EPFail,
-    ort_errors.EngineError,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NoModel,
-    ort_errors.NoSuchFile,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-    RuntimeError,
-)
-_FAILURES: tuple[type[Exception], ...] = (*_ORT_ERRORS, ValueError, OSError)
-
-Samples = NDArray[np.float32]
+_FAILURES: tuple[type[Exception], ...] = (*ORT_ERRORS, ValueError, OSError)
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 MAX_PIECE_CHARS = 300
 """Longer texts are split: the attention of the text encoder is quadratic in the phonemes."""
 
-_LEAD_MS = 8
 _SENTENCE_PAUSE_MS = 220
 _CLAUSE_PAUSE_MS = 90
 _BARE_PAUSE_MS = 30  # no punctuation: the sentence goes on in the next clause
-_FADE_MS = 3
-_SILENCE_RATIO = 0.02  # of the loudest window: 34 dB below
-_SILENCE_FLOOR = 0.002
-_WINDOW_MS = 2
-_TARGET_RMS = 0.085  # -21 dBFS while there is voice
-_MIN_GAIN, _MAX_GAIN = 0.5, 3.0
-_PEAK = 0.95
+
+# The voice's level is taken from this.
+_SAMPLE = "Hello there, this is a first sentence."
+# The first piece: a quarter of a second, 50 ms of it silence that is cut.
+_MIN_FRAMES = 20
+# Of the audio in hand, what making the next piece may take.
+_MAKING_SHARE = 0.5
 
 # Short clauses come again and again ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
 _MAX_KEPT = 128
@@ -70,11 +50,25 @@ _LETTER_RUN = re.compile(r"\b[A-Z](?: [A-Z])+(?:'s)?\b")
 _LETTER_A = re.compile(r"(?<=[\w,] )A\b(?!['.])")
 
 
+@dataclass(frozen=True, slots=True)
+class SpeechPiece:
+    """Part of what is said, in order.
+
+    ``samples``: float32 [n] at the voice's rate. ``total_len``: samples of the whole, as far as it
+    is known; exact with the last piece.
+    """
+
+    samples: Samples
+    total_len: int
+    is_last: bool = False
+
+
 class Synthesizer:
     """One voice, loaded once and shared by all callers and threads.
 
-    ``synthesize`` may be called from several threads at a time: the ONNX session is re-entrant and
-    the library guards espeak-ng, whose state is global, with a lock of its own (about 0.3 ms).
+    ``synthesize`` and ``stream`` may be called from several threads at a time: ONNX sessions are
+    re-entrant and the library guards espeak-ng, whose state is global, with a lock of its own
+    (about 0.3 ms).
 
     ``noise_scale`` and ``noise_w_scale`` override the voice's own; both 0 make the output depend
     on the text alone. Raises ModelError when the voice cannot be loaded.
@@ -88,19 +82,21 @@ class Synthesizer:
         noise_scale: float | None = None,
         noise_w_scale: float | None = None,
     ) -> None:
-        self._voice = _load(voice, num_threads)
-        self._noise_scale = noise_scale
-        self._noise_w_scale = noise_w_scale
-        self.sample_rate: int = self._voice.config.sample_rate
+        config = _config(voice)
+        self._net = VoiceNet(voice, num_threads)
+        # It turns text into ids; its own session is never run.
+        self._phonemes = PiperVoice(session=None, config=config)  # type: ignore[arg-type]
+        self._noise_scale = config.noise_scale if noise_scale is None else noise_scale
+        self._noise_w_scale = config.noise_w_scale if noise_w_scale is None else noise_w_scale
+        self._length_scale = config.length_scale
+        self._sid = config.default_speaker_id if config.num_speakers > 1 else None
+        self.sample_rate: int = config.sample_rate
         self._said: OrderedDict[tuple[str, float], Samples] = OrderedDict()
         self._said_lock = threading.Lock()
+        self._gain = self._measure_gain(voice)
 
     def warm_up(self) -> None:
-        """Runs the network and espeak-ng once, so that the first caller does not wait for them.
-
-        What many answers begin with is spoken now, and then costs nothing.
-        """
-        self.synthesize("Hello there, this is a first sentence.")
+        """Speaks what many answers begin with; it costs nothing then."""
         for opening in _OPENINGS:
             self.synthesize(opening)
 
@@ -112,55 +108,106 @@ class Synthesizer:
         sounds without changing the pitch. Raises AudioError for another speed, ModelError when the
         network fails.
         """
+        return _joined(piece.samples for piece in self.stream(text, speed=speed, is_urgent=False))
+
+    def stream(
+        self, text: str, *, speed: float = 1.0, is_urgent: bool = True
+    ) -> Iterator[SpeechPiece]:
+        """The same in pieces, as they are made; the first one is there early if ``is_urgent``.
+
+        At least one piece comes, an empty one for text with nothing to say.
+        """
         if not MIN_SPEED <= speed <= MAX_SPEED:  # also refuses NaN
             raise AudioError(f"speed is {speed}; it must be from {MIN_SPEED} to {MAX_SPEED}")
         key = (text.strip(), speed)
         with self._said_lock:
             if (known := self._said.get(key)) is not None:
                 self._said.move_to_end(key)
-                return known.copy()
-        samples = self._synthesize(text, speed)
-        if len(key[0]) <= _MAX_KEPT_CHARS:
-            with self._said_lock:
-                self._said[key] = samples.copy()
-                if len(self._said) > _MAX_KEPT:
-                    self._said.popitem(last=False)
-        return samples
+        if known is not None:
+            yield SpeechPiece(known.copy(), len(known), is_last=True)
+            return
+        made: list[Samples] = []
+        for piece in self._stream(text, speed, is_urgent=is_urgent):
+            made.append(piece.samples)
+            if piece.is_last and len(key[0]) <= _MAX_KEPT_CHARS:
+                self._keep(key, _joined(made))
+            yield piece
 
-    def _synthesize(self, text: str, speed: float) -> Samples:
+    def _keep(self, key: tuple[str, float], samples: Samples) -> None:
+        with self._said_lock:
+            self._said[key] = samples.copy()
+            if len(self._said) > _MAX_KEPT:
+                self._said.popitem(last=False)
+
+    def _stream(self, text: str, speed: float, *, is_urgent: bool) -> Iterator[SpeechPiece]:
         spoken = normalize(text)
         if not spoken:
-            return np.zeros(0, np.float32)
+            yield SpeechPiece(np.zeros(0, np.float32), 0, is_last=True)
+            return
         tail = text.rstrip().rstrip(CLOSERS)
         pieces = split_long(spoken, MAX_PIECE_CHARS)
-        parts: list[Samples] = []
-        for index, piece in enumerate(pieces):
-            last_char = tail[-1:] if index == len(pieces) - 1 else piece[-1]
-            parts += self._speak(piece, pause_ms(last_char) / speed, speed)
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-    def _speak(self, spoken: str, last_pause_ms: float, speed: float) -> list[Samples]:
-        config = SynthesisConfig(
-            length_scale=self._voice.config.length_scale / speed,
-            noise_scale=self._noise_scale,
-            noise_w_scale=self._noise_w_scale,
-        )
+        sentences: list[tuple[list[str], float]] = []
         try:
-            sentences = [s for s in self._voice.phonemize(pronounceable(spoken)) if any(s)]
-            parts = []
-            for index, phonemes in enumerate(sentences):
-                is_last = index == len(sentences) - 1
-                pause = last_pause_ms if is_last else _SENTENCE_PAUSE_MS / speed
-                raw = self._voice.phoneme_ids_to_audio(
-                    self._voice.phonemes_to_ids(phonemes), config
-                )
-                audio = np.atleast_1d(np.asarray(raw, np.float32))
-                parts.append(finish(audio, self.sample_rate, pause))
+            for piece in pieces:
+                found = [s for s in self._phonemes.phonemize(pronounceable(piece)) if any(s)]
+                last_char = tail[-1:] if piece is pieces[-1] else piece[-1]
+                pauses = [_SENTENCE_PAUSE_MS] * (len(found) - 1) + [pause_ms(last_char)]
+                sentences += zip(found, (pause / speed for pause in pauses), strict=False)
+            yield from self._speak(sentences, speed, is_urgent=is_urgent)
         except _FAILURES as error:
             raise ModelError(
                 f"the voice failed on a text of {len(spoken)} characters: {error}"
             ) from error
-        return parts
+
+    def _speak(
+        self, sentences: list[tuple[list[str], float]], speed: float, *, is_urgent: bool
+    ) -> Iterator[SpeechPiece]:
+        """Sentences (phonemes, pause behind them in ms) one after the other."""
+        made_len = 0
+        samples = np.zeros(0, np.float32)
+        for number, (phonemes, trailing_ms) in enumerate(sentences):
+            utterance = self._open(phonemes, speed)
+            finisher = Finisher(self.sample_rate, self._gain, trailing_ms)
+            while not utterance.is_over:
+                num_frames = self._next_len(utterance, made_len) if is_urgent else 1_000_000
+                samples = finisher.feed(utterance.take(num_frames))
+                made_len += len(samples)
+                if not utterance.is_over and len(samples):
+                    num_left = (utterance.num_frames - utterance.num_made) * self._net.hop_len
+                    yield SpeechPiece(samples, made_len + num_left)
+            samples = np.concatenate((samples, rest)) if len(rest := finisher.flush()) else samples
+            made_len += len(rest)
+            if number < len(sentences) - 1:
+                yield SpeechPiece(samples, made_len)
+        yield SpeechPiece(samples, made_len, is_last=True)
+
+    def _open(self, phonemes: list[str], speed: float) -> Utterance:
+        ids = self._phonemes.phonemes_to_ids(phonemes)
+        scales = [self._noise_scale, self._length_scale / speed, self._noise_w_scale]
+        return self._net.open(ids, scales, self._sid)
+
+    def _next_len(self, utterance: Utterance, made_len: int) -> int:
+        """Frames of the next piece: so many that making them, and then the shortest piece behind
+        them, takes less than what was made lasts."""
+        frame_s, cost_s = self._net.hop_len / self.sample_rate, self._net.decode_s
+        around = 2 * self._net.halo_len
+        if not made_len:
+            next_s = (_MIN_FRAMES + around) * cost_s
+            num_frames = max(_MIN_FRAMES, round(next_s / _MAKING_SHARE / frame_s))
+        else:
+            in_hand_s = made_len / self.sample_rate
+            num_frames = max(_MIN_FRAMES, round(in_hand_s * _MAKING_SHARE / cost_s) - around)
+        # A short rest is not worth a piece of its own.
+        left = utterance.num_frames - utterance.num_made
+        return left if left <= num_frames + _MIN_FRAMES // 2 else num_frames
+
+    def _measure_gain(self, voice: Path) -> float:
+        try:
+            (phonemes, *_) = self._phonemes.phonemize(_SAMPLE)
+            utterance = self._open(phonemes, 1.0)
+            return gain_for(utterance.take(utterance.num_frames), self.sample_rate)
+        except _FAILURES as error:
+            raise ModelError(f"{voice} does not speak: {error}") from error
 
 
 def pause_ms(last_char: str) -> int:
@@ -200,62 +247,19 @@ def split_long(spoken: str, max_chars: int) -> list[str]:
     return pieces
 
 
-def finish(audio: Samples, rate_hz: int, trailing_ms: float) -> Samples:
-    """Trims silence, sets the loudness, fades the ends: one sentence from the network.
-
-    Silence is what lies 34 dB below the loudest 2 ms. Loudness is that of the voiced part, so short
-    clauses are not louder than long ones, as they would be with peaks scaled to 1.
-    """
-    window = max(1, rate_hz * _WINDOW_MS // 1000)
-    num_windows = len(audio) // window
-    if num_windows == 0:
-        return np.zeros(0, np.float32)
-    power = np.square(audio[: num_windows * window].reshape(num_windows, window)).mean(axis=1)
-    rms = np.sqrt(power)
-    loudest = float(rms.max())
-    if not math.isfinite(loudest) or loudest < _SILENCE_FLOOR:
-        return np.zeros(0, np.float32)
-    voiced = np.flatnonzero(rms > max(loudest * _SILENCE_RATIO, _SILENCE_FLOOR))
-    start = max(0, int(voiced[0]) * window - rate_hz * _LEAD_MS // 1000)
-    voice_end = min(len(audio), (int(voiced[-1]) + 1) * window)
-    num_trailing = round(rate_hz * trailing_ms / 1000)
-    end = min(len(audio), voice_end + num_trailing)
-
-    level = float(np.sqrt(power[rms > loudest * 0.1].mean()))
-    gain = min(max(_TARGET_RMS / level, _MIN_GAIN), _MAX_GAIN)
-    gain = min(gain, _PEAK / float(np.abs(audio[start:end]).max()))
-    speech = (audio[start:end] * gain).astype(np.float32)
-    fade = min(rate_hz * _FADE_MS // 1000, len(speech) // 2)
-    if fade:
-        ramp = np.linspace(0.0, 1.0, fade, dtype=np.float32)
-        speech[:fade] *= ramp
-        speech[-fade:] *= ramp[::-1]
-    num_missing = voice_end + num_trailing - end
-    return np.concatenate([speech, np.zeros(num_missing, np.float32)]) if num_missing else speech
+def _joined(parts: Iterable[Samples]) -> Samples:
+    found = [part for part in parts if len(part)]
+    return np.concatenate(found) if found else np.zeros(0, np.float32)
 
 
-def _load(voice: Path, num_threads: int) -> PiperVoice:
+def _config(voice: Path) -> PiperConfig:
     config_path = voice.with_name(voice.name + ".json")
     for path in (voice, config_path):
         if not path.is_file():
             raise ModelError(f"the voice needs the file {path}, which does not exist")
     try:
-        config = PiperConfig.from_dict(json.loads(config_path.read_text(encoding="utf-8")))
+        return PiperConfig.from_dict(json.loads(config_path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{config_path} is not the description of a Piper voice: {error!r}"
         ) from error
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    # Idle threads that spin take the core from the LLM and from other callers.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    try:
-        session = ort.InferenceSession(str(voice), options, providers=["CPUExecutionProvider"])
-    except _ORT_ERRORS as error:
-        raise ModelError(f"{voice} is not a readable ONNX voice: {error}") from error
-    inputs = {node.name for node in session.get_inputs()}
-    if not {"input", "input_lengths", "scales"} <= inputs:
-        raise ModelError(f"{voice} is not a Piper voice: its inputs are {sorted(inputs)}")
-    return PiperVoice(session=session, config=config)

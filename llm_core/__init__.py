@@ -23,6 +23,8 @@ from llm_core.job_options import (
     QuantizeMethod,
     QuantizeOptions,
     QuantizeReport,
+    ShortenOptions,
+    ShortenReport,
 )
 from llm_core.messages import (
     Alternative,
@@ -43,6 +45,7 @@ from llm_core.messages import (
     RegexGuide,
     RequestOptions,
     SamplingParams,
+    Speculation,
     TextDelta,
     TokenLogprob,
     ToolCall,
@@ -51,7 +54,8 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
-from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
+from llm_core.model_hash import content_hash
+from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model, shorten_text
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -98,6 +102,9 @@ __all__ = [
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",
+    "ShortenOptions",
+    "ShortenReport",
+    "Speculation",
     "TextDelta",
     "TokenLogprob",
     "ToolArguments",
@@ -111,7 +118,9 @@ __all__ = [
     "ToolSpec",
     "ToolText",
     "Usage",
+    "content_hash",
     "distill_model",
     "measure_perplexity",
     "quantize_model",
+    "shorten_text",
 ]

@@ -44,6 +44,32 @@ class PerplexityReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShortenOptions:
+    """``text`` is to have ``max_tokens`` tokens at most; with a ``question``, what bears on it is
+    kept, otherwise what the model expects least."""
+
+    model_path: Path
+    text: str
+    max_tokens: int
+    question: str = ""
+    num_threads: int = 2
+
+    def __post_init__(self) -> None:
+        _check_range("max_tokens", self.max_tokens, 1, 1 << 24)
+        _check_range("num_threads", self.num_threads, 1, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortenReport:
+    """The shorter text, and the tokens of both."""
+
+    text: str
+    tokens_before: int
+    tokens_after: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
     """``text`` is for calibration (None: the model writes its own), ``eval_text`` for measuring
     (None: an eighth of the calibration windows, which is then not calibrated with).

@@ -133,6 +133,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     after that; ``overflow``: what happens to a conversation longer than the context: it is refused,
     or its oldest turns are left out (the answer says how many messages) until about
     ``retention_ratio`` of the room for a prompt is taken, so that the next turns have room too.
+    ``spare_tokens`` more than the reply's must be free besides (of a quarter of the context at
+    most): with it a prefill makes room for what will be said next.
     ``downgrades`` allows the engine, when the deadline is at risk, to answer from the last turn
     alone, or shortly; FirstToken says which it did.
     """
@@ -143,6 +145,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int | None = None
     overflow: Overflow = "refuse"
     retention_ratio: float = 0.75
+    spare_tokens: int = 0
     downgrades: tuple[Downgrade, ...] = ()
 
 
@@ -155,6 +158,7 @@ class OptionFields(TypedDict, total=False):
     timeout_ms: int | None
     overflow: Overflow
     retention_ratio: float
+    spare_tokens: int
     downgrades: tuple[Downgrade, ...]
 
 
@@ -209,6 +213,20 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts did. ``num_steps`` of a sequence verified ``num_drafted`` drafts, of which
+    ``num_accepted`` were right; by depth: the first entry counts drafts that follow known text.
+    ``draft_ns`` was spent on drafting, ``verify_ns`` on the steps that verified."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    draft_ns: int = 0
+    verify_ns: int = 0
+
+
 class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The last event of a generation."""
 
@@ -216,13 +234,14 @@ class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     usage: Usage
     num_steps: int
     finished_ns: int
+    speculation: Speculation = Speculation()
 
 
 GenerationEvent = FirstToken | TextDelta | GenerationDone
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine has loaded."""
+    """What the engine has loaded. ``content_hash``: see ``model_hash``."""
 
     name: str
     context_len: int
@@ -231,6 +250,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     num_threads: int
     tool_format: ToolFormat = "hermes"
+    content_hash: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,6 +273,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_preempted: int = 0
     total_timeouts: int = 0
     total_downgraded: int = 0
+    speculation: Speculation = Speculation()
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""Work on whole models, for whoever starts it and waits: perplexity, quantising, distilling.
+"""Work on whole models, for whoever starts it and waits: perplexity, quantising, distilling,
+shortening prompts.
 
 Everything runs in the calling process and thread. The functions load torch when they are called.
 All raise LlmError: ModelLoadError for files, InvalidRequestError for what cannot be done.
@@ -14,6 +15,8 @@ from llm_core.job_options import (
     Progress,
     QuantizeOptions,
     QuantizeReport,
+    ShortenOptions,
+    ShortenReport,
 )
 
 
@@ -36,3 +39,10 @@ def distill_model(options: DistillOptions, progress: Progress) -> DistillReport:
     from llm_core.compress.distill import distill
 
     return distill(options, progress)
+
+
+def shorten_text(options: ShortenOptions, progress: Progress) -> ShortenReport:
+    """Leaves sentences out of a text that is to go into prompts."""
+    from llm_core.compress.shorten import shorten
+
+    return shorten(options, progress)

@@ -106,6 +106,11 @@ class RequestMaker:
             raise InvalidRequestError(
                 f"retention_ratio: must be above 0 and at most 1, got {options.retention_ratio}"
             )
+        if options.spare_tokens < 0:
+            raise InvalidRequestError(
+                f"spare_tokens: must be at least 0, got {options.spare_tokens}"
+            )
+        reply_len += min(options.spare_tokens, self._max_context // 4)
         prompt = self._prompts.build(
             messages,
             reply_len=reply_len,

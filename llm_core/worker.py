@@ -18,6 +18,9 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from llm_core.engine import Engine, Output
 from llm_core.errors import LlmError, ModelLoadError
@@ -49,6 +52,7 @@ from llm_core.ipc import (
     receive_command,
 )
 from llm_core.messages import EngineConfig, PrefillResult
+from llm_core.model_hash import content_hash
 
 logger = logging.getLogger("llm_core.worker")
 
@@ -216,10 +220,12 @@ def serve(connection: socket.socket) -> int:
             return 1
         try:
             engine = _load(first.config)
+            content = content_hash(Path(first.config.model_path))
+            info = msgspec.structs.replace(engine.info, content_hash=content)
         except LlmError as error:
             _send(connection, [StartFailed(error.code, str(error))])
             return 1
-        _send(connection, [Ready(engine.info)])
+        _send(connection, [Ready(info)])
         Worker(engine, inbox, connection).run()
         return 0
     finally:

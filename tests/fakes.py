@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -27,6 +27,7 @@ from app.observe.store import TraceStore, Turn
 from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
+from audio.tts import SpeechPiece
 from llm_core import (
     Alternative,
     ChatMessage,
@@ -112,7 +113,12 @@ class ScriptedRecognizer:
         self.error: Exception | None = None
 
     def transcribe(
-        self, samples: Samples, *, prompt: str | None = None, language: str | None = None
+        self,
+        samples: Samples,
+        *,
+        prompt: str | None = None,
+        language: str | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         if self.error is not None:
             raise self.error
@@ -131,7 +137,10 @@ class ScriptedRecognizer:
 
 
 class ToneSynthesizer:
-    """Speaks a tone: 1,000 samples a character at 24 kHz."""
+    """Speaks a tone: 1,000 samples a character at 24 kHz, in two pieces when it is urgent.
+
+    A fake of its own needs no more than ``synthesize``.
+    """
 
     sample_rate = 24_000
 
@@ -144,6 +153,15 @@ class ToneSynthesizer:
             raise self.error
         self.spoken.append(text)
         return np.full(1_000 * len(text.strip()), 0.5, np.float32)
+
+    def stream(
+        self, text: str, *, speed: float = 1.0, is_urgent: bool = True
+    ) -> Iterator[SpeechPiece]:
+        samples = self.synthesize(text, speed=speed)
+        cut = len(samples) // 4 if is_urgent else 0
+        if cut:  # how long the whole is can only be guessed by then
+            yield SpeechPiece(samples[:cut], len(samples) + 100)
+        yield SpeechPiece(samples[cut:], len(samples), is_last=True)
 
 
 class ScriptedReply:
@@ -162,8 +180,11 @@ class ScriptedReply:
     async def __aexit__(self, *reason: object) -> None:
         await self._events.aclose()
 
-    def __aiter__(self) -> AsyncGenerator[GenerationEvent, None]:
-        return self._events
+    def __aiter__(self) -> ScriptedReply:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        return await anext(self._events)
 
     def set_deadline(self, deadline_ns: int | None) -> None:
         self.deadlines_ns.append(deadline_ns)
@@ -239,7 +260,7 @@ class ScriptedEngine:
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
-        if params.continue_last:
+        if params.continue_last and params.logprobs is not None:
             self.judged.append(messages[-1].content)
             top = (Alternative(b".", self.end_logprob),)
             said = (TokenLogprob(token=b".", logprob=self.end_logprob, top=top),)
@@ -284,27 +305,45 @@ class ShortContextEngine(ScriptedEngine):
         super().__init__(*replies)
         self.max_chars = max_chars
         self.dropped: list[int] = []
+        self.dropped_by_prefill: list[int] = []
+
+    async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
+        self.prefills.append(list(messages))
+        spare = min(options.get("spare_tokens", 0), self.max_chars // 4)
+        num_dropped = len(messages) - len(self._fitting(messages, self.max_chars - spare, options))
+        self.dropped_by_prefill.append(num_dropped)
+        return PrefillResult(prompt_tokens=10, cached_tokens=0, dropped_messages=num_dropped)
 
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
     ) -> AsyncGenerator[GenerationEvent, None]:
-        first = next(i for i, m in enumerate(messages) if m.role != "system")
-        kept = list(messages[first:])
-        excess = sum(len(m.content) for m in messages) - self.max_chars
-        if excess > 0:
-            if options.get("overflow") != "drop_oldest":
-                raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
-            excess += int(self.max_chars * (1 - options.get("retention_ratio", 0.75)))
-        while excess > 0 and len(kept) > 1:
-            excess -= len(kept.pop(0).content)
-        num_dropped = len(messages) - first - len(kept)
+        if params.continue_last:
+            async for event in super().generate(messages, params, **options):
+                yield event
+            return
+        fitting = self._fitting(messages, self.max_chars, options)
+        num_dropped = len(messages) - len(fitting)
         self.dropped.append(num_dropped)
-        fitting = [*messages[:first], *kept]
         async with aclosing(super().generate(fitting, params, **options)) as events:
             async for event in events:
                 if isinstance(event, FirstToken):
                     event = msgspec.structs.replace(event, dropped_messages=num_dropped)
                 yield event
+
+    @staticmethod
+    def _fitting(
+        messages: Sequence[ChatMessage], room: int, options: dict[str, Any]
+    ) -> list[ChatMessage]:
+        first = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+        kept = list(messages[first:])
+        excess = sum(len(m.content) for m in messages) - room
+        if excess > 0:
+            if options.get("overflow") != "drop_oldest":
+                raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
+            excess += int(room * (1 - options.get("retention_ratio", 0.75)))
+        while excess > 0 and len(kept) > 1:
+            excess -= len(kept.pop(0).content)
+        return [*messages[:first], *kept]
 
 
 class PacedEngine(ScriptedEngine):
@@ -350,6 +389,7 @@ class PacedExecutor(Executor):
         self.delays_s: dict[str, float | Callable[[Any], float]] = {
             "transcribe": 0.08,
             "_synthesize": 0.05,
+            "_go_on": 0.0,
             "_prosody": 0.0,
         }
         self._tasks: set[asyncio.Task[None]] = set()

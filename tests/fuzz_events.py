@@ -40,10 +40,10 @@ class EventMaker:
         if kind < 0.10:
             return self._text(60).encode("utf-8", "replace").decode()
         if kind < 0.17:
-            return json.dumps(self._value(4))
+            return json.dumps(self.value(4))
         event = self._event()
         if kind < 0.55:
-            self._spoil(event)
+            self.spoil(event)
         return json.dumps(event)
 
     # --- right ones ---
@@ -146,7 +146,7 @@ class EventMaker:
 
     # --- wrong ones ---
 
-    def _spoil(self, event: Wire) -> None:
+    def spoil(self, event: Wire) -> None:
         """Change one thing somewhere inside."""
         places: list[tuple[Any, Any]] = []
 
@@ -166,11 +166,12 @@ class EventMaker:
         if how < 0.15 and isinstance(holder, dict):
             del holder[key]
         elif how < 0.3 and isinstance(holder, dict):
-            holder[self._text(8)] = self._value(2)
+            holder[self._text(8)] = self.value(2)
         else:
-            holder[key] = self._value(3)
+            holder[key] = self.value(3)
 
-    def _value(self, depth: int) -> Any:
+    def value(self, depth: int) -> Any:
+        """Any JSON value, and some that are none."""
         rng = self.rng
         kinds = 9 if depth else 7
         match rng.randrange(kinds):
@@ -185,9 +186,9 @@ class EventMaker:
             case 4 | 5 | 6:
                 return self._text(30)
             case 7:
-                return [self._value(depth - 1) for _ in range(rng.randrange(4))]
+                return [self.value(depth - 1) for _ in range(rng.randrange(4))]
             case _:
-                return {self._text(6): self._value(depth - 1) for _ in range(rng.randrange(4))}
+                return {self._text(6): self.value(depth - 1) for _ in range(rng.randrange(4))}
 
     def _text(self, max_chars: int) -> str:
         alphabet = "ab .,{}[]\"'<>|\\/\0\n\x7fäß€漢😀\u202e\ud800\udfff\ufffe"

@@ -20,7 +20,7 @@ from app.conversation.session_config import TurnDetection
 from audio.backchannel import is_backchannel, is_repeated
 from audio.codecs import PCM16_24K, decode
 from llm_core import ChatMessage
-from tests.fakes import ScriptedEngine, recent, silence, voice
+from tests.fakes import ScriptedEngine, ToneSynthesizer, recent, silence, voice
 from tests.session_call import Call, call
 
 SEMANTIC = TurnDetection(kind="semantic_vad")
@@ -100,12 +100,11 @@ async def test_mhm_does_not_stop_the_answer_and_loses_no_sample() -> None:
 
 
 async def test_the_answer_goes_on_at_the_sample_where_it_stopped() -> None:
-    class Ramp:
+    class Ramp(ToneSynthesizer):
         """A voice whose samples say where they are."""
 
-        sample_rate = 24_000
-
         def __init__(self) -> None:
+            super().__init__()
             self.at = 0
 
         def synthesize(self, text: str, *, speed: float = 1.0) -> Any:

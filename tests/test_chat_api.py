@@ -205,9 +205,10 @@ async def test_bad_requests(tmp_path: Path) -> None:
         response = await client.post("/v1/chat/completions", content=b"{\xff")
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
         response = await client.get("/v1/chat/completions")
-        assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
-        response = await client.post("/v1/no-such-thing", json={})
         assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+        assert response.headers["allow"] == "POST"
+        response = await client.post("/v1/no-such-thing", json={})
+        assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
 
 
 async def test_a_body_that_is_too_large(tmp_path: Path) -> None:

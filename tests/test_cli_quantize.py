@@ -1,4 +1,4 @@
-"""`parley quantize`, `parley distill` and `parley bench perplexity` as a user meets them."""
+"""`parley quantize`, `distill`, `shorten` and `bench perplexity` as a user meets them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,16 @@ def test_quantize_then_measure(
     assert figures[1]["perplexity"] != figures[0]["perplexity"]
 
 
+def test_shorten(tiny: Path, prose: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for question in ("", "What was it?"):
+        arguments = ("shorten", prose, "--max-tokens", 60, "--model", tiny, "--question", question)
+        assert run(*arguments, "--threads", 1) == 0
+        said = capsys.readouterr()
+        assert 0 < len(said.out) < len(PROSE) / 2
+        assert all(line in PROSE for line in said.out.strip().split(". "))
+        assert "tokens before" in said.err and "reading the text" in said.err
+
+
 def test_distill(
     tiny: Path, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +89,8 @@ def test_distill(
         (("quantize", "MODEL", "--out", "OUT", "--text", "MODEL"), 1, "is not text in UTF-8"),
         (("quantize", "none.gguf", "--out", "OUT"), 1, "none.gguf"),
         (("quantize", "PROSE", "--out", "OUT"), 1, "prose.txt"),
+        (("shorten", "PROSE", "--max-tokens", "1", "--model", "MODEL"), 1, "no sentence of the"),
+        (("shorten", "none.txt", "--max-tokens", "9", "--model", "MODEL"), 1, "none.txt"),
         (("distill", "MODEL", "--out", "OUT", "--layers", "2"), 1, "expected 1 to 1"),
         (
             ("distill", "MODEL", "--out", "OUT", "--layers", "1", "--learning-rate", "7"),

@@ -302,6 +302,25 @@ def test_a_long_conversation_loses_its_oldest_turns_and_says_so() -> None:
     assert_nothing_left(engine)
 
 
+def test_room_made_in_advance_serves_the_next_turn() -> None:
+    """A prefill with room to spare cuts what the answer would have had to cut."""
+    engine = make_engine(FakeRunner(lambda prefix: EOS, num_blocks=60, max_context=400))
+    for num_turns in range(1, 40):
+        history, question = conversation(num_turns)[:-1], conversation(num_turns)[-1:]
+        options = RequestOptions(overflow="drop_oldest", spare_tokens=60)
+        engine.submit_prefill(1, history, received_ns=0, options=options)
+        ((_, result),) = drain(engine)
+        assert isinstance(result, PrefillResult)
+        kept = [history[0], *history[1 + result.dropped_messages :]]
+        first = ask(engine, [*kept, *question])
+        assert first.dropped_messages == 0
+        assert first.prompt_tokens - first.cached_tokens < 60, "only the question is read"
+    assert result.dropped_messages > 30
+    with pytest.raises(InvalidRequestError, match="spare_tokens: must be at least 0, got -1"):
+        engine.submit_prefill(1, history, received_ns=0, options=RequestOptions(spare_tokens=-1))
+    assert_nothing_left(engine)
+
+
 def test_only_the_last_turn_is_too_long() -> None:
     engine = make_engine(FakeRunner(max_context=100))
     with pytest.raises(PromptTooLongError):

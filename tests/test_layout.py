@@ -33,11 +33,13 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("phone_peers",),
         ("talk_client", "talk_log", "recording", "waterfall", "server_process", "trace_source"),
         ("server",),
+        ("engine_start",),
         ("web",),
         ("http_protocol",),
-        ("api", "transports", "auth", "client_secrets", "rate_limits", "connections"),
+        ("api", "transports", "auth", "client_secrets", "rate_limits", "connections", "pages"),
         ("conversation",),
         ("observe",),
+        ("engine_options",),
         ("model_store", "model_hub", "model_wheel", "model_catalog", "logging_setup", "clock"),
         ("config", "errors"),
     ),
@@ -65,6 +67,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("blocks",),
         ("sequence",),
         ("config",),
+        ("model_hash",),
         ("errors", "messages", "job_options"),  # leaves
     ),
 }
@@ -90,12 +93,13 @@ ONLY_IN = {
 # Modules that load the code of a command only when it is chosen, so that `parley --help` does not
 # wait for torch. Their imports obey the layers and the ban on cycles like all others.
 LAZY = {
-    *("app.cli", "app.cli_bench", "app.bench.llm", "app.bench.llama_cpp", "llm_core.model_jobs"),
+    *("app.cli", "app.cli_bench", "app.cli_replay", "app.bench.llm", "app.bench.llama_cpp"),
+    "llm_core.model_jobs",
     "kernels.gpu",  # its Triton half needs an extra
 }
 
 # Parts of a declared dependency that are distributed, and versioned, by it.
-COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic"}
+COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "google": "onnx"}
 
 TOP_LEVEL = {
     *("app", "llm_core", "audio", "kernels", "tests", "web_demo", "docs", "bench"),

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from app.config import load_settings
 from app.errors import ConfigError, ServiceError, UnavailableError
 from app.observe.metrics import ERROR_CODES, Metrics
-from app.observe.trace import OUTCOMES
+from app.observe.trace import FACTS, OUTCOMES, TurnTrace
 from app.server import create_app, listening
-from llm_core import EngineDiedError, LlmError
+from llm_core import EngineDiedError, LlmError, Speculation
 from tests.fake_turns import a_turn
 from tests.fakes import ScriptedEngine, fake_services
 from tests.server_env import download_dir
@@ -89,6 +89,39 @@ def test_a_turn_is_counted_in_every_metric_it_belongs_to() -> None:
         ("parley_budget_actions_total", {"policy": "filler"}, 1),
     ):
         assert value(found, name, **labels) == pytest.approx(expected), name
+
+
+def test_guesses_and_a_second_engine_are_counted() -> None:
+    trace = TurnTrace("turn_1", "sess_1")
+    trace.note_speculation(Speculation())
+    assert trace.facts == {}, "an engine without drafts says nothing of them"
+    for accepted in ((3, 1), (2,)):
+        trace.note_speculation(
+            Speculation(
+                num_steps=4,
+                num_drafted=8,
+                num_accepted=sum(accepted),
+                drafted_by_depth=(4, 4),
+                accepted_by_depth=accepted,
+                draft_ns=2_000_000,
+            )
+        )
+    assert trace.facts == {
+        "draft_tokens": 16,
+        "accepted_tokens": 6,
+        "draft_steps": 8,
+        "draft_ms": 4.0,
+        "drafted_by_depth": [8, 8],
+        "accepted_by_depth": [5, 1],
+    }
+    assert trace.facts.keys() <= FACTS.keys()
+    metrics = Metrics()
+    metrics.observe(a_turn(facts={**trace.facts, "engine": "canary"}))
+    found = samples(metrics)
+    assert value(found, "parley_llm_draft_tokens_total", result="accepted") == 6
+    assert value(found, "parley_llm_draft_tokens_total", result="rejected") == 10
+    assert value(found, "parley_engine_turns_total", engine="canary", verdict="ok") == 1
+    assert value(found, "parley_engine_turns_total", engine="stable", verdict="ok") == 0
 
 
 def test_failures_are_counted_by_code_and_strange_ones_together() -> None:

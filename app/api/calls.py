@@ -24,7 +24,7 @@ from app.api.calls_registry import CallsRegistry
 from app.api.http_errors import BodyTooLargeError, error_response
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
-from app.api.realtime_names import OWN_NAME
+from app.api.realtime_names import OWN_NAME, is_beta
 from app.auth import Gatekeeper, Grant
 from app.connections import Connections
 from app.conversation.services import Services
@@ -37,7 +37,7 @@ try:
 
     HAS_WEBRTC = True
 except ModuleNotFoundError as missing:  # the extra ``webrtc`` is not installed
-    if (missing.name or "").split(".")[0] not in ("aiortc", "aioice", "av"):
+    if (missing.name or "").split(".")[0] not in ("aiortc", "aioice", "av", "libopus"):
         raise
     HAS_WEBRTC = False
 
@@ -80,7 +80,13 @@ class Calls:
         return len(self._calls)
 
     async def begin(
-        self, sdp: str, model: str, opening: dict[str, Any], grant: Grant, peer: str
+        self,
+        sdp: str,
+        model: str,
+        opening: dict[str, Any],
+        grant: Grant,
+        peer: str,
+        is_beta: bool,
     ) -> tuple[str, str]:
         """Id and answer of a new call. Raises ClientError or UnavailableError."""
         around, limited = self._around, grant.limited_as(peer)
@@ -96,6 +102,7 @@ class Calls:
             opening=opening,
             make_session=around.make_session,
             pace=around.limits.pacer(limited),
+            is_beta=is_beta,
         )
         call.channel.greet = connection.greeting
         self._calls[call.id] = (grant.owner, call)
@@ -192,7 +199,9 @@ async def _answered(request: Request, ready: Callable[[Request], tuple[Calls, Gr
             named = request.query_params.get("model") or opening.get("model")
             model = named if isinstance(named, str) else OWN_NAME
             peer = request.client.host if request.client else "?"
-            call_id, answer = await calls.begin(sdp, model, opening, grant, peer)
+            call_id, answer = await calls.begin(
+                sdp, model, opening, grant, peer, is_beta(request.headers)
+            )
     except HttpError as error:
         return _refused(error)
     headers = {"location": f"/v1/realtime/calls/{call_id}"}

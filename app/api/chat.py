@@ -22,8 +22,8 @@ from app.api.chat_output import ChatOutput, Wire
 from app.api.chat_request import Chat, parse_chat
 from app.api.http_errors import BodyTimeoutError, BodyTooLargeError, error_body, error_response
 from app.api.models import check_model
+from app.conversation.engines import TalkEngine
 from llm_core import (
-    EngineClient,
     FirstToken,
     GenerationDone,
     GenerationEvent,
@@ -45,7 +45,7 @@ _SSE_HEADERS = {
 }
 
 
-def chat_router(engine: EngineClient) -> APIRouter:
+def chat_router(engine: TalkEngine) -> APIRouter:
     """The route. Raises (to the app's handlers) ClientError for a bad request, and UnavailableError
     while the server ends; answers that have begun are finished."""
     router = APIRouter()
@@ -86,7 +86,7 @@ class _Answer(Response):
     """Runs the request and sends what it brings. Status and headers wait for the first event, so
     that an error before it has its own status."""
 
-    def __init__(self, engine: EngineClient, chat: Chat) -> None:
+    def __init__(self, engine: TalkEngine, chat: Chat) -> None:
         super().__init__()
         self._engine = engine
         self._chat = chat

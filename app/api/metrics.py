@@ -42,6 +42,17 @@ class EngineGauges:
             ("llm_downgraded", "Requests that gave something up.", "total_downgraded"),
         ):
             services.metrics.counter(name, about, partial(self._value, field))
+        rollout = services.rollout
+        services.metrics.gauge(
+            "canary_share",
+            "Of the conversations, those that a second engine gets now.",
+            lambda: rollout.share if rollout is not None and rollout.is_running else 0.0,
+        )
+        services.metrics.gauge(
+            "canary_withdrawn",
+            "1 when the second engine was withdrawn since the start.",
+            lambda: float(rollout is not None and not rollout.is_running),
+        )
         services.metrics.gauge(
             "llm_up", "1 while the engine process runs.", lambda: float(self._engine.is_alive)
         )

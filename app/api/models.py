@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from app.conversation.engines import TalkEngine
 from app.errors import ClientError
-from llm_core import EngineClient
 
 OWN_NAME = "parley"
 
@@ -24,7 +24,7 @@ class UnknownModelError(ClientError):
     code = "model_not_found"
 
 
-def check_model(name: str, engine: EngineClient) -> None:
+def check_model(name: str, engine: TalkEngine) -> None:
     """Raises UnknownModelError unless ``name`` is ``parley``, the loaded model, or OpenAI's."""
     loaded = engine.info.name
     if name not in (OWN_NAME, loaded) and not _OPENAI_CHAT.fullmatch(name):
@@ -35,7 +35,7 @@ def check_model(name: str, engine: EngineClient) -> None:
         )
 
 
-def models_router(engine: EngineClient) -> APIRouter:
+def models_router(engine: TalkEngine) -> APIRouter:
     """``GET /v1/models`` and ``GET /v1/models/{name}``."""
     router = APIRouter()
     started_s = int(time.time())

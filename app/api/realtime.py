@@ -11,7 +11,7 @@ import binascii
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,7 +22,15 @@ from app.api.realtime_fields import to_client_error
 from app.api.realtime_names import Names, check_voice, model_not_found
 from app.api.realtime_session import SessionParams, SessionState, to_config, to_wire
 from app.api.realtime_tools import check_tools, tools_of
-from app.api.realtime_wire import Speaker, Wire, WireMapper, error_event, item_object, server_event
+from app.api.realtime_wire import (
+    Speaker,
+    Wire,
+    WireMapper,
+    error_event,
+    item_object,
+    rate_limits_event,
+    server_event,
+)
 from app.conversation.events import (
     Item,
     OutputAudio,
@@ -40,6 +48,7 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.side_responses import SideResponses
 from app.errors import AudioInputError, ClientError, ParleyError
 from app.logging_setup import session_id
+from app.rate_limits import Pacer
 from app.transports.base import AudioOut, ChannelClosed, EventChannel
 
 logger = logging.getLogger(__name__)
@@ -57,7 +66,8 @@ class RealtimeConnection:
     ``opening``: a session configuration to begin with, as the JSON values of a ``session.update``.
     ``audio_out``: where the transport carries audio apart from the events. Then answers are played
     there, the caller's audio comes by ``append_audio``, and it is for the transport to notice a
-    peer that has gone quiet. ``pace`` is awaited with the length of each message.
+    peer that has gone quiet. ``pace`` is awaited with the length of each message. ``is_beta``: the
+    client was made for the API's beta, and waits for ``conversation.item.created``.
     """
 
     def __init__(
@@ -69,9 +79,11 @@ class RealtimeConnection:
         make_session: MakeSession = Session,
         opening: dict[str, Any] | None = None,
         audio_out: AudioOut | None = None,
-        pace: Callable[[int], Awaitable[None]] | None = None,
+        pace: Pacer | None = None,
+        is_beta: bool = False,
     ) -> None:
         self._pace = pace
+        self._is_beta = is_beta
         self._channel = channel
         self._attached: list[EventChannel] = []
         self._opening = opening or {}
@@ -347,6 +359,10 @@ class RealtimeConnection:
                 return
         for wire in self._mapper.to_wire(event):
             await self._send(wire)
+            if wire["type"] == "conversation.item.added" and self._is_beta:
+                await self._send(wire | server_event("conversation.item.created"))
+            elif wire["type"] == "response.created" and self._pace is not None:
+                await self._send(rate_limits_event(self._pace.state()))
 
     async def _send(self, event: Wire) -> None:
         """To all clients of the session."""

@@ -50,6 +50,7 @@ class CallConnection(RealtimeConnection):
         opening: dict[str, Any] | None = None,
         make_session: MakeSession = Session,
         pace: Pacer | None = None,
+        is_beta: bool = False,
     ) -> None:
         super().__init__(
             channel,
@@ -59,6 +60,7 @@ class CallConnection(RealtimeConnection):
             opening=opening,
             audio_out=self,
             pace=pace,
+            is_beta=is_beta,
         )
         self._audio = audio
         self._running: set[str] = set()  # responses that are not done

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
+
 from app.config import Settings
 from app.errors import ClientError
 
@@ -15,6 +17,12 @@ OPENAI_VOICES = frozenset(
 _OPENAI_TRANSCRIBERS = re.compile(r"whisper-1|gpt-[a-z0-9.-]*(transcribe|whisper)[a-z0-9.-]*")
 _OPENAI_REALTIME = re.compile(r"gpt-[a-z0-9.-]*realtime[a-z0-9.-]*")
 OWN_NAME = "parley"
+
+
+def is_beta(headers: Headers) -> bool:
+    """Whether a client says that it was made for the beta: by header, or (browsers) subprotocol."""
+    named = headers.get("openai-beta", "") + " " + headers.get("sec-websocket-protocol", "")
+    return "realtime=v1" in named or "openai-beta.realtime-v1" in named
 
 
 @dataclass(frozen=True, slots=True)

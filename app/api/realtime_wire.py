@@ -9,6 +9,7 @@ from typing import Any
 
 from app.conversation import events as e
 from app.conversation.ids import new_id
+from app.rate_limits import RateState
 
 Wire = dict[str, Any]
 
@@ -320,6 +321,17 @@ class WireMapper:
 def server_event(kind: str, **fields: Any) -> Wire:
     """A server event with a fresh ``event_id``."""
     return {"type": kind, "event_id": new_id("event"), **fields}
+
+
+def rate_limits_event(messages: RateState) -> Wire:
+    """What is left of the only limit that there is in a session: messages of one key."""
+    limit = {
+        "name": "requests",
+        "limit": messages.limit,
+        "remaining": messages.remaining,
+        "reset_seconds": round(messages.reset_s, 3),
+    }
+    return server_event("rate_limits.updated", rate_limits=[limit])
 
 
 def error_event(

@@ -39,6 +39,7 @@ class Tally:
     v2v_ms: list[float] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
     difference_ms: list[float] = field(default_factory=list)
+    signed_ms: list[float] = field(default_factory=list)
     barge_in_ms: list[float] = field(default_factory=list)
     stages_ms: dict[str, list[float]] = field(default_factory=dict)
     num_turns: int = 0
@@ -82,6 +83,7 @@ class Tally:
                 self.gap_ms.append(gap)
             if own is not None and gap is not None:
                 self.difference_ms.append(abs(own - gap))
+                self.signed_ms.append(gap - own)
 
     def _take_barge_in(self, said: Utterance, result: TalkResult) -> None:
         onset = said.audio.voiced.first_after(said.second_from)
@@ -100,7 +102,11 @@ class Tally:
             "wall_s": round(wall_s, 1),
             "v2v_ms": percentiles(self.v2v_ms),
             "gap_in_recording_ms": percentiles(self.gap_ms)
-            | {"difference": percentiles(self.difference_ms)},
+            | {
+                "difference": percentiles(self.difference_ms),
+                # The recording's silence minus the trace's: what is on one side of the other.
+                "signed": percentiles(self.signed_ms, (5, 50, 95)),
+            },
             "stages_ms": {stage: median(ms) for stage, ms in self.stages_ms.items()},
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
@@ -133,18 +139,31 @@ def run(
     """
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
-    return asyncio.run(_run(callers, turns, url, api_key, home, record, on_note))
+    return asyncio.run(
+        run_async(
+            callers=callers,
+            turns=turns,
+            url=url,
+            api_key=api_key,
+            home=home,
+            record=record,
+            on_note=on_note,
+        )
+    )
 
 
-async def _run(
-    callers: int,
-    turns: int,
-    url: str | None,
-    api_key: str | None,
-    home: Path | None,
-    record: Path | None,
-    on_note: Callable[[str], None],
+async def run_async(
+    *,
+    callers: int = 1,
+    turns: int = 8,
+    url: str | None = None,
+    api_key: str | None = None,
+    home: Path | None = None,
+    record: Path | None = None,
+    server: dict[str, str] | None = None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
+    """``run`` on a loop that runs. ``server``: environment of the server that is started."""
     settings = load_settings(home=home)
     voice = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model))
     vad = VadModel()
@@ -154,8 +173,8 @@ async def _run(
     async with AsyncExitStack() as stack:
         pid = None
         if url is None:
-            server = await stack.enter_async_context(own_server(home=home))
-            url, pid = server.url, server.process.pid
+            own = await stack.enter_async_context(own_server(home=home, settings=server))
+            url, pid = own.url, own.process.pid
         cpu_before, started = _cpu(pid), time.monotonic()
         async with asyncio.TaskGroup() as calls:
             for number in range(callers):

@@ -12,10 +12,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from app.conversation.asking import length_options
+from app.conversation.engines import TalkEngine
 from app.conversation.session_config import SessionConfig
 from app.conversation.turn import Turn
 from app.errors import RecognitionError
-from llm_core import ChatMessage, EngineClient, LlmError
+from llm_core import ChatMessage, LlmError
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Ahead:
         return facts
 
 
-async def warm(engine: EngineClient, config: SessionConfig, messages: list[ChatMessage]) -> None:
+async def warm(engine: TalkEngine, config: SessionConfig, messages: list[ChatMessage]) -> None:
     """Let the model read ``messages``, so that an answer to them begins sooner."""
     try:
         await engine.prefill(messages, **length_options(config))

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from app.clock import Clock
 from app.conversation.budget import TurnBudget
+from app.conversation.engines import TalkReply
+from app.conversation.rollout import asked_facts, served_facts
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.errors import GenerationError
@@ -21,9 +23,11 @@ from llm_core import (
     GenerationEvent,
     LlmError,
     OptionFields,
-    Reply,
     SamplingParams,
 )
+
+# For so long others may wait for the model to have read a turn's words.
+_READING_S = 0.06
 
 
 def length_options(config: SessionConfig) -> OptionFields:
@@ -57,7 +61,18 @@ class Asking:
         self._budget = budget
         self._prefilled = prefilled
         self._deadline_ns: int | None = None
-        self._reply: Reply | None = None
+        self._reply: TalkReply | None = None
+        self._has_read = asyncio.Event()
+
+    async def until_read(self) -> None:
+        """Wait until the model has read the messages, but not for long: it may be busy."""
+        late = asyncio.create_task(self._clock.sleep(_READING_S))
+        read = asyncio.create_task(self._has_read.wait())
+        try:
+            await asyncio.wait({late, read}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late.cancel()
+            read.cancel()
 
     def needed_by(self, deadline_ns: int | None) -> None:
         """When the model's next token is needed. None: not known; the engine then sees to it that
@@ -75,17 +90,22 @@ class Asking:
         options = length_options(self._config)
         options["deadline_ns"] = self._deadline_ns
         options["downgrades"] = self._budget.downgrades
+        engine = self._services.engine
+        self._trace.facts.update(asked_facts(engine))
         try:
-            async with await self._services.engine.open_reply(messages, params, **options) as reply:
+            async with await engine.open_reply(messages, params, **options) as reply:
                 self._reply = reply
                 with self._services.load.generating():
                     async for event in reply:
                         if isinstance(event, FirstToken):
+                            self._has_read.set()
                             self._note_given_up(event, messages)
                         yield event
         except LlmError as error:
             raise GenerationError(str(error), code=error.code) from error
         finally:
+            if self._reply is not None:
+                self._trace.facts.update(served_facts(self._reply))
             self._reply = None
 
     async def _wait_for_prefill(self) -> None:

@@ -20,7 +20,7 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled, Transcriber
 from app.conversation.turn import Turn
 from app.conversation.turn_judge import silence_ms
-from app.errors import RecognitionError
+from app.errors import ClientError, RecognitionError
 from app.observe.trace import TurnTrace
 from audio.asr_agreement import rest_after
 from audio.backchannel import means_to_stop
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 # Manual mode holds what the client sends until it commits; with turn detection `max_turn_s` rules.
 _MAX_BUFFER_S = 300.0
+_MIN_COMMIT_SAMPLES = RATE // 10
 # Fewer new words are not worth a prompt of their own.
 _WORDS_TO_READ = 3
 
@@ -189,10 +190,11 @@ class Hearing:
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), session_id, spoken=True)
         voiced_len = (end if last_voiced is None else last_voiced) - start
-        trace.mark("speech_end", listener.arrived_ns(start + find_voice_end(samples, voiced_len)))
+        voice_end = find_voice_end(samples, voiced_len)
+        trace.mark("speech_end", listener.spoken_ns(start + voice_end))
         trace.mark("endpoint", now_ns)
         if self._services.settings.record:
-            trace.record(samples, voiced_len)
+            trace.record(samples, voice_end)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
         heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
         listener.forget(end)
@@ -216,6 +218,21 @@ class Hearing:
         self.listener.forget()
         self.forget()
         return end * 1000 // RATE
+
+    def end_now(self) -> VoiceEnded:
+        """The end of a turn in which no silence was heard."""
+        position = self.listener.position
+        return VoiceEnded(self.listener.last_voiced_sample or position, position)
+
+    def check_commit(self) -> None:
+        """Raises ClientError when there is nothing to commit by hand."""
+        kept = self.listener.kept_samples
+        if kept < _MIN_COMMIT_SAMPLES:
+            raise ClientError(
+                f"the input audio buffer holds {kept * 1000 // RATE} ms of audio; a commit needs "
+                "at least 100 ms",
+                code="input_audio_buffer_commit_empty",
+            )
 
     def close(self) -> None:
         """Stop all work."""

@@ -54,6 +54,8 @@ class History:
     """The conversation's items, in order."""
 
     def __init__(self) -> None:
+        self.summary = ""
+        """Of what the model has forgotten; stands behind the instructions."""
         self._entries: list[_Entry] = []
         self._evicted: list[str] = []
 
@@ -66,6 +68,11 @@ class History:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_forgotten(self) -> int:
+        """Items that the model's context has no room for."""
+        return sum(entry.is_forgotten for entry in self._entries)
 
     def append_own(self, item: Item, *, is_for_model: bool = True) -> str | None:
         """Append an item that the server made. Never fails: a full history loses its oldest items.
@@ -173,6 +180,8 @@ class History:
         calls that have not come back.
         """
         said = [message for message, _ in self._told()]
+        if self.summary:
+            instructions = f"{instructions}\n\nEarlier in this conversation: {self.summary}".strip()
         if not instructions and not tools:
             return said
         return [ChatMessage("system", instructions, tools=tools), *said]

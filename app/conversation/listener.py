@@ -27,6 +27,7 @@ from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 RATE = SPEECH_RATE
 # With nobody speaking only this much is kept: more than the largest prefix padding.
 _IDLE_KEEP_SAMPLES = 6 * RATE
+_NS = 1_000_000_000
 
 
 class Listener:
@@ -46,9 +47,9 @@ class Listener:
         self._chunks: deque[Samples] = deque()
         self._kept_from = 0
         self._position = 0
-        # Arrival instants of the ends of chunks, for `arrived_ns`.
+        # Where slices end, and when that was spoken; for `spoken_ns`.
         self._ends: deque[int] = deque()
-        self._arrivals: deque[int] = deque()
+        self._spoken: deque[int] = deque()
         self.configure(config)
 
     def configure(self, config: SessionConfig) -> None:
@@ -71,6 +72,7 @@ class Listener:
         self._endpointer = Endpointer(vad_config)
         self._format = config.input_format
         self._resampler = StreamResampler(self._format.rate, RATE)
+        self._num_fed = self._num_resampled = 0  # samples into it and out of it
 
     @property
     def position(self) -> int:
@@ -114,9 +116,14 @@ class Listener:
     def feed(self, client_samples: Samples, received_ns: int) -> Iterator[VoiceEvent]:
         """Take a slice of the caller's audio and yield what it brings, as it is found."""
         samples = self._resampler.process(client_samples)
+        self._num_fed += len(client_samples)
+        self._num_resampled += len(samples)
         if not len(samples):
             return
-        self._keep(samples, received_ns)
+        inside_ns = (
+            self._num_fed * _NS // self._format.rate - self._num_resampled * _NS // RATE
+        )  # of the voice, in the resampler
+        self._keep(samples, received_ns - inside_ns)
         start = self._vad.num_samples_judged
         for i, probability in enumerate(self._vad.feed(samples)):
             window_start = start + i * WINDOW_SAMPLES
@@ -158,12 +165,17 @@ class Listener:
         self._drop_before(self._position if end_sample is None else end_sample)
         self._endpointer.reset()
 
-    def arrived_ns(self, sample: int) -> int:
-        """When ``sample`` arrived, as exactly as the chunks allow."""
-        index = bisect_right(self._ends, sample - 1)
-        return self._arrivals[min(index, len(self._arrivals) - 1)]
+    def spoken_ns(self, sample: int) -> int:
+        """When the caller had spoken the samples before ``sample``, as far as arrivals tell.
 
-    def _keep(self, samples: Samples, received_ns: int) -> None:
+        A message is sent when its last sample has been spoken, so what lies before that in it was
+        spoken so much sooner. Of a message longer than a slice this holds within each slice: it
+        was not made while somebody spoke, or its sender gave up on being in time.
+        """
+        index = min(bisect_right(self._ends, sample - 1), len(self._ends) - 1)
+        return self._spoken[index] - max(0, self._ends[index] - sample) * _NS // RATE
+
+    def _keep(self, samples: Samples, spoken_ns: int) -> None:
         if self.kept_samples + len(samples) > self._max_buffer_samples:
             limit_s = self._max_buffer_samples / RATE
             raise AudioInputError(
@@ -175,7 +187,7 @@ class Listener:
         self._chunks.append(samples)
         self._position += len(samples)
         self._ends.append(self._position)
-        self._arrivals.append(received_ns)
+        self._spoken.append(spoken_ns)
 
     def _drop_before(self, sample: int) -> None:
         while self._chunks and self._kept_from < sample:
@@ -184,7 +196,7 @@ class Listener:
             self._kept_from += len(head) - unused
             if unused:
                 self._chunks.appendleft(head[-unused:])
-        # Arrivals outlive the audio a little: the turn that was just taken still asks for them.
+        # Instants outlive the audio a little: the turn that was just taken still asks for them.
         while len(self._ends) > 1 and self._ends[0] < sample - _IDLE_KEEP_SAMPLES:
             self._ends.popleft()
-            self._arrivals.popleft()
+            self._spoken.popleft()

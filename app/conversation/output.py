@@ -45,7 +45,8 @@ class Clause:
     """A piece of the answer. ``samples``: float32 [n] at the output's rate; none when written.
 
     Clauses of the same ``part`` make one message; the last one has ``is_last``. ``is_filler``: said
-    to bridge a wait, and nothing that the model should read.
+    to bridge a wait, and nothing that the model should read. ``is_more``: further samples of the
+    clause before. ``length``: of the whole clause as far as it is known; None: ``samples`` are all.
     """
 
     text: str
@@ -53,6 +54,8 @@ class Clause:
     part: int = 0
     is_last: bool = False
     is_filler: bool = False
+    is_more: bool = False
+    length: int | None = None
 
 
 @dataclass(slots=True)
@@ -133,7 +136,11 @@ class Output:
             if clause.is_last and not clause.text and not len(clause.samples):
                 return  # nothing was said in this part
             message = await self._open_message(clause)
-        message.spoken.timeline.append(clause.text, len(clause.samples))
+        length = len(clause.samples) if clause.length is None else clause.length
+        if clause.is_more:
+            message.spoken.timeline.resize_last(length)
+        else:
+            message.spoken.timeline.append(clause.text, length)
         await self._write(message, clause.text)
         await self._send(message, clause.samples)
         if clause.is_last:

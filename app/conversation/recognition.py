@@ -2,7 +2,8 @@
 
 The recogniser works on one piece of audio at a time. The end of a turn goes before a turn that may
 have ended, and that before a look at a turn that is going on; within a kind, first come, first
-served. A caller has at most one job of each kind in the queue, so nobody can crowd out the others.
+served. Work whose result was cancelled is given up where the recogniser can, so that the next one
+waits less. A caller has at most one job of each kind in the queue: nobody can crowd out the others.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Recognition:
             job.samples,
             prompt=job.prompt,
             language=job.language,
+            is_wanted=lambda: not job.result.cancelled(),
         )
         running = asyncio.get_running_loop().run_in_executor(self._workers, work)
         running.add_done_callback(partial(self._on_transcribed, job))

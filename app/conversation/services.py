@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.config import Settings
+from app.conversation.engines import TalkEngine
 from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
+from app.conversation.rollout import Rollout
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.writer import TraceWriter
 from audio.tts import Synthesizer
+from audio.turn_model import TurnModel
 from audio.vad import VadModel
-from llm_core import EngineClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,12 @@ class Services:
     """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
 
     ``filler``: what the budget's policy of that name says; None when it is off.
-    ``tools``: Python functions that the model may call.
+    ``tools``: Python functions that the model may call. ``rollout``: of a second engine.
+    ``turn_model``: judges by the sound whether a caller has finished; None when the operator has
+    none.
     """
 
-    engine: EngineClient
+    engine: TalkEngine
     recognition: Recognition
     load: Load
     synthesizer: Synthesizer
@@ -38,3 +42,11 @@ class Services:
     settings: Settings
     filler: Filler | None = None
     tools: ToolBox = field(default_factory=ToolBox)
+    turn_model: TurnModel | None = None
+    rollout: Rollout | None = None
+
+    def for_conversation(self, conversation_id: str) -> Services:
+        """The same with the engine that this conversation is given to."""
+        if self.rollout is None:
+            return self
+        return replace(self, engine=self.rollout.engine_for(conversation_id))

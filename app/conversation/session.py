@@ -45,15 +45,16 @@ from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
+from app.conversation.upkeep import tend
 from app.errors import ClientError
 from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
+from audio import turn_end
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
 
 log = logging.getLogger(__name__)
 
-_MIN_COMMIT_SAMPLES = RATE // 10
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
 # An answer is begun so long before the pause would end the turn: about what it takes to make.
@@ -74,7 +75,7 @@ class Session:
     ) -> None:
         self.id = new_id("sess")
         self.config = config
-        self._services = services
+        self._services = services = services.for_conversation(self.id)
         self._sink = sink
         self._clock = clock or MonotonicClock()
         self._hearing = Hearing(services, config, self._clock)
@@ -169,13 +170,7 @@ class Session:
 
     async def commit_audio(self) -> None:
         """The client ends the turn by hand. Raises ClientError when there is nothing to commit."""
-        kept = self._hearing.listener.kept_samples
-        if kept < _MIN_COMMIT_SAMPLES:
-            raise ClientError(
-                f"the input audio buffer holds {kept * 1000 // RATE} ms of audio; a commit needs "
-                "at least 100 ms",
-                code="input_audio_buffer_commit_empty",
-            )
+        self._hearing.check_commit()
         await self._feed(floor.AudioCommitted())
 
     async def clear_audio(self) -> None:
@@ -420,6 +415,8 @@ class Session:
         if self._turn is turn:
             self._turn = None
             actions = self._dialog.feed(floor.ResponseFinished())
+            if self._ahead.is_idle:
+                self._ahead.do(tend(self._services, self.config, self._history))
         await self._sink(ResponseDone(turn.response))
         log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self.config.send_traces:
@@ -437,7 +434,6 @@ class Session:
 
     async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
-        services = self._services
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
             await self._feed(
@@ -446,21 +442,34 @@ class Session:
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         said = [*self._prompt(), ChatMessage("user", words)]
+        # After a whole sentence most likely it is over: the answer need not wait for the judgement.
+        is_whole = turn_end.judge(words) in turn_end.FINISHED
+        answer = await self._begin_answer(said) if is_whole else None
+        if answer is not None:
+            await answer.until_first_token()  # else the model would read the same words twice
         events, left_ms = await self._hearing.judge_pause(said, last_voiced)
         for event in events:
             await self._feed(event)
-        if left_ms > _LONG_WAIT_MS:
+        if answer is None and left_ms > _LONG_WAIT_MS:
             # Most likely the caller goes on: no work for nothing until the wait is nearly over.
             await self._clock.sleep((left_ms - _LONG_WAIT_MS) / 1000)
+        if answer is None and words:
+            answer = await self._begin_answer(said)
+            if answer is None and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
+                await warm(self._services.engine, self.config, said)
+
+    async def _begin_answer(self, said: list[ChatMessage]) -> Turn | None:
+        """Hold an answer to ``said``, if it may be wanted and there is time for it."""
         async with self._floor:
-            # The caller may have gone on, or finished, while the words were made.
-            if not words or self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
-                return
-            wanted = services.settings.eager_reply and self._dialog.will_answer
-            if wanted and services.load.may_speculate():
-                await self._ahead.hold(self._make_turn(ResponseRequest(), said))
-                return
-        await warm(services.engine, self.config, said)
+            # The caller may have gone on, or finished, in the meantime.
+            if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
+                return None
+            wanted = self._services.settings.eager_reply and self._dialog.will_answer
+            if not wanted or not self._services.load.may_speculate():
+                return None
+            answer = self._make_turn(ResponseRequest(), said)
+            await self._ahead.hold(answer)
+            return answer
 
     # --- helpers ---
 
@@ -480,10 +489,7 @@ class Session:
 
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""
-        listener = self._hearing.listener
-        position = listener.position
-        last_voiced = listener.last_voiced_sample or position
-        await self._feed(VoiceEnded(last_voiced, position))
+        await self._feed(self._hearing.end_now())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -31,7 +31,7 @@ class SideResponses:
     def __init__(
         self, services: Services, sink: Sink, session_id: str, clock: Clock | None = None
     ) -> None:
-        self._services = services
+        self._services = services.for_conversation(session_id)
         self._sink = sink
         self._session_id = session_id
         self._clock = clock or MonotonicClock()

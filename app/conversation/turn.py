@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -30,11 +30,10 @@ from app.conversation.output import Clause, Output
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tools import Outcome, choice_after_results
-from app.errors import ServiceError, SynthesisError, TurnTimeoutError
+from app.conversation.voicing import Voicing
+from app.errors import ServiceError, TurnTimeoutError
 from app.observe.trace import TurnTrace
-from audio.errors import AudioError
 from audio.frame import Samples
-from audio.resample import StreamResampler
 from audio.text import SpokenText
 from llm_core import (
     ChatMessage,
@@ -47,6 +46,7 @@ from llm_core import (
 
 log = logging.getLogger(__name__)
 
+_NO_SAMPLES: Samples = np.zeros(0, np.float32)
 # Audible: above -50 dB of full scale. The first such sample ends the caller's wait.
 _AUDIBLE = 0.003
 # By then it is judged whether a voice over the answer was meant to stop it.
@@ -86,6 +86,7 @@ class Turn:
         self.messages = messages
         self.response = response
         self.trace = trace
+        trace.facts["forgotten_items"] = history.num_forgotten
         self.on_audio_started: Callable[[], None] = lambda: None
         self.on_sound: Callable[[Samples, int, int], None] = lambda samples, rate, at_ns: None
         """Hears of all audio float32 [n] that is sent, its rate, and when it sounds."""
@@ -96,6 +97,7 @@ class Turn:
         self._speaks = response.modality == "audio"
         self._budget = TurnBudget.of(services.settings, config, trace)
         self._asking = Asking(services, config, clock, trace, self._budget, prefilled)
+        self._held_until_ns = 0
         self._num_samples = 0  # of speech made, sent or not
         self._has_words = False  # the answer has begun, fillers aside
         self._output = Output(
@@ -120,6 +122,10 @@ class Turn:
     def has_ended(self) -> bool:
         """The stages have ended; before ``run`` that means that they failed."""
         return self._work is not None and self._work.done()
+
+    async def until_first_token(self) -> None:
+        """Wait until the model has read the words, but not for long: it may be busy."""
+        await self._asking.until_read()
 
     async def discard(self) -> None:
         """Forget an answer that was started and not run; returns when nothing of it is left."""
@@ -181,10 +187,12 @@ class Turn:
         """Silence now; the answer may go on where it stopped."""
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
         self._output.hold()
-        self._tell_deadline(_HOLD_S)
+        self._held_until_ns = self._clock.now_ns() + int(_HOLD_S * 1e9)
+        self._tell_deadline()
 
     async def release(self) -> None:
         """Go on where the answer stopped. Returns when it has caught up."""
+        self._held_until_ns = 0
         self._tell_deadline()
         await self._output.release()
 
@@ -201,7 +209,7 @@ class Turn:
 
     async def _answer(self) -> None:
         texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
-        clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=2)
+        clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=4)
         async with asyncio.TaskGroup() as stages:
             expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
@@ -318,50 +326,50 @@ class Turn:
         )
         return self._asking.events(messages, params)
 
-    def _tell_deadline(self, pause_s: float = 0.0) -> None:
+    def _tell_deadline(self) -> None:
         """Tell the engine when the next words are needed: at first as the budget has it, then when
-        the caller has heard all that was made, ``pause_s`` from now at the earliest."""
+        the caller has heard all that was made, which a held answer is not for a while."""
         if not self._released.is_set():
             return  # perhaps nobody will hear it
         deadline_ns = self._budget.first_token_deadline_ns
         if self._num_samples:
-            now_ns, playout = self._clock.now_ns(), self._output.playout
-            unsent_s = max(0, self._num_samples - playout.sent_samples) / playout.rate
-            in_hand_s = pause_s + playout.remaining_s(now_ns) + unsent_s
-            deadline_ns = now_ns + int(in_hand_s * 1e9) - self._budget.behind_first_token_ns
+            goes_on_ns = max(self._clock.now_ns(), self._held_until_ns)
+            in_hand_ns = int(self._in_hand_s * 1e9)
+            deadline_ns = goes_on_ns + in_hand_ns - self._budget.behind_first_token_ns
         self._asking.needed_by(deadline_ns)
 
     async def _voice(
         self, texts: asyncio.Queue[_Piece | None], clauses: asyncio.Queue[Clause | None]
     ) -> None:
-        loop = asyncio.get_running_loop()
-        rate, own_rate = self.config.output_format.rate, self._services.synthesizer.sample_rate
-        resampler = StreamResampler(own_rate, rate)
+        voicing = Voicing(self._services, self.config, self._clock, self.trace)
         while (piece := await texts.get()) is not None:
-            samples = np.zeros(0, np.float32)
-            if self._speaks and piece.is_last:  # one stream of sound a message
-                samples, resampler = resampler.flush(), StreamResampler(own_rate, rate)
+            clause = Clause(piece.text, _NO_SAMPLES, piece.part, piece.is_last, piece.is_filler)
+            if self._speaks and piece.is_last:
+                await clauses.put(replace(clause, samples=self._made(voicing.flush())))
             elif self._speaks:
-                job = partial(self._synthesize, piece.text, resampler)
-                begun_ns = self._clock.now_ns()
-                samples = await loop.run_in_executor(self._services.workers, job)
-                self.trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
-            if len(samples):
-                self.trace.mark("tts_first_audio", self._clock.now_ns())
-                self._num_samples += len(samples)
-                self._tell_deadline()
-            await clauses.put(
-                Clause(piece.text, samples, piece.part, piece.is_last, piece.is_filler)
-            )
+                async with aclosing(voicing.say(piece.text, self._in_hand_s)) as sounds:
+                    async for sound in sounds:
+                        samples, length = self._made(sound.samples), sound.clause_len
+                        await clauses.put(replace(clause, samples=samples, length=length))
+                        clause = replace(clause, text="", is_more=True)
+            else:
+                await clauses.put(clause)
         await clauses.put(None)
 
-    def _synthesize(self, text: str, resampler: StreamResampler) -> Samples:
-        """Runs in a worker thread, one clause of this answer at a time."""
-        try:
-            samples = self._services.synthesizer.synthesize(text, speed=self.config.speed)
-        except AudioError as error:
-            raise SynthesisError(f"speech synthesis failed: {error}") from error
-        return resampler.process(samples)
+    def _made(self, samples: Samples) -> Samples:
+        """Note that ``samples`` can be sent."""
+        if len(samples):
+            self.trace.mark("tts_first_audio", self._clock.now_ns())
+            self._num_samples += len(samples)
+            self._tell_deadline()
+        return samples
+
+    @property
+    def _in_hand_s(self) -> float:
+        """What was made and not heard yet."""
+        playout = self._output.playout
+        unsent_s = max(0, self._num_samples - playout.sent_samples) / playout.rate
+        return playout.remaining_s(self._clock.now_ns()) + unsent_s
 
     async def _present(self, clauses: asyncio.Queue[Clause | None]) -> None:
         """Show and play, once it is certain that the answer is wanted."""
@@ -429,6 +437,7 @@ class Turn:
             finish_reason=event.finish_reason,
             finished_ns=event.finished_ns,
         )
+        self.trace.note_speculation(event.speculation)
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"
 

@@ -12,15 +12,17 @@ import math
 import time
 from contextlib import aclosing
 
+from app.conversation.engines import TalkEngine
 from app.conversation.services import Services
 from app.conversation.session_config import TurnDetection
 from audio import turn_end
+from audio.errors import ModelError
 from audio.frame import Samples
 from audio.prosody import Prosody, measure_end
+from audio.turn_model import TurnModel
 from audio.voice_end import find_voice_end
 from llm_core import (
     ChatMessage,
-    EngineClient,
     LlmError,
     OptionFields,
     RequestTimeoutError,
@@ -51,27 +53,42 @@ async def silence_ms(
     """
     words = messages[-1].content
     completeness = turn_end.judge(words)
+    sound = asyncio.get_running_loop().run_in_executor(
+        services.workers, _prosody, samples, voiced_len, services.turn_model
+    )
     end_logprob = None
     if completeness in (turn_end.Completeness.OPEN, *turn_end.FINISHED):
         end_logprob = await end_of_turn_logprob(services.engine, messages)
-    prosody = await asyncio.get_running_loop().run_in_executor(
-        services.workers, _prosody, samples, voiced_len
-    )
-    evidence = turn_end.Evidence(words, prosody, end_logprob)
+    prosody, heard = await sound
+    evidence = turn_end.Evidence(words, prosody, end_logprob, heard)
     wait_ms = turn_end.silence_ms(evidence, detection.eagerness)
     log.debug(
         "pause judged",
-        extra={"completeness": completeness.value, "end_logprob": end_logprob, "wait_ms": wait_ms},
+        extra={
+            "completeness": completeness.value,
+            "end_logprob": end_logprob,
+            "turn_model": heard,
+            "wait_ms": wait_ms,
+        },
     )
     return wait_ms
 
 
-def _prosody(samples: Samples, voiced_len: int) -> Prosody:
-    return measure_end(samples, find_voice_end(samples, voiced_len))
+def _prosody(
+    samples: Samples, voiced_len: int, turn_model: TurnModel | None
+) -> tuple[Prosody, float | None]:
+    """Runs in a worker thread: how the voice ended, and what the turn model makes of it."""
+    prosody = measure_end(samples, find_voice_end(samples, voiced_len))
+    try:
+        return prosody, None if turn_model is None else turn_model.probability(samples)
+    except ModelError as error:
+        # Only a sign is missing.
+        log.warning("the end of the turn was judged without the turn model: %s", error)
+        return prosody, None
 
 
 async def end_of_turn_logprob(
-    engine: EngineClient, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
+    engine: TalkEngine, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
 ) -> float | None:
     """Natural log-probability that the last message ends after its last word.
 

@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from app.observe.canary import LANES, VERDICTS, lane_of, verdict_of
 from app.observe.store import Turn
 from app.observe.trace import OUTCOMES, STAGES
 
@@ -107,12 +108,18 @@ class Metrics:
         self._prompt = self._counter(
             "llm_prompt_tokens", "Tokens of prompts, by where their KV came from.", "source"
         )
+        self._drafts = self._counter(
+            "llm_draft_tokens", "Tokens guessed ahead, by whether the model agreed.", "result"
+        )
         self._wasted = self._counter("wasted_tokens", "Tokens of early answers nobody heard.")
         self._wasted_answers = self._counter("wasted_answers", "Early answers nobody heard.")
         self._reply_audio = self._counter("reply_audio_seconds", "Speech sent to callers.")
         self._gaps = self._counter("playout_gap_seconds", "Silence inside answers, audio was late.")
         self._misses = self._counter("budget_misses", "Turns over budget.", "stage")
         self._actions = self._counter("budget_actions", "What was done about it.", "policy")
+        self._engine_turns = self._counter(
+            "engine_turns", "Turns of a roll-out, by engine and how it did.", "engine", "verdict"
+        )
         # All series exist from the start: a rate over a series that appears is wrong at first.
         for outcome in OUTCOMES:
             for origin in ("spoken", "typed"):
@@ -123,6 +130,11 @@ class Metrics:
             self._misses.labels(stage)
         for code in (*ERROR_CODES, OTHER):
             self._errors.labels(code)
+        for result in ("accepted", "rejected"):
+            self._drafts.labels(result)
+        for lane in LANES:
+            for verdict in VERDICTS:
+                self._engine_turns.labels(lane, verdict)
         for source in ("cached", "computed"):
             self._prompt.labels(source)
 
@@ -146,6 +158,9 @@ class Metrics:
             for stage in STAGE_NAMES:
                 self._stages.labels(stage).observe(turn["stages_ms"][stage] / 1000)
         self._observe_facts(turn["facts"])
+        lane, verdict = lane_of(turn), verdict_of(turn)
+        if lane is not None and verdict is not None:
+            self._engine_turns.labels(lane, verdict).inc()
         budget = turn.get("budget") or {}
         for stage in budget.get("misses_ms", ()):
             self._misses.labels(stage if stage in STAGE_NAMES else "total").inc()
@@ -162,6 +177,9 @@ class Metrics:
         ):
             if facts.get(name) is not None:
                 histogram.observe(facts[name] / 1000)
+        accepted = facts.get("accepted_tokens", 0)
+        self._drafts.labels("accepted").inc(accepted)
+        self._drafts.labels("rejected").inc(max(0, facts.get("draft_tokens", 0) - accepted))
         for name, counter, unit in (
             ("completion_tokens", self._generated, 1.0),
             ("cached_tokens", self._prompt.labels("cached"), 1.0),

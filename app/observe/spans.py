@@ -127,6 +127,11 @@ class TurnSpans:
             "gen_ai.usage.cache_read.input_tokens": facts.get("cached_tokens"),
             "parley.queue_wait_ms": facts.get("queue_wait_ms"),
             "parley.llm_steps": facts.get("llm_steps"),
+            "parley.draft_tokens": facts.get("draft_tokens"),
+            "parley.accepted_tokens": facts.get("accepted_tokens"),
+            "parley.engine": facts.get("engine"),
+            "parley.engine_fallback": facts.get("engine_fallback"),
+            "gen_ai.response.model": facts.get("model"),
         }
         if "ttft_ms" in facts:
             named["gen_ai.response.time_to_first_chunk"] = facts["ttft_ms"] / 1000

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.observe.turn_audio import TurnAudio
@@ -16,6 +17,7 @@ from app.observe.turn_audio import TurnAudio
 if TYPE_CHECKING:
     from audio.asr import Transcript
     from audio.frame import Samples
+    from llm_core import Speculation
 
 TurnOutcome = Literal[
     "answered", "silent", "interrupted", "cancelled", "failed", "timed_out", "incomplete"
@@ -48,6 +50,9 @@ INSTANTS = (*PATH_INSTANTS, "first_audio_played", "ended")
 # What a record may say beside its instants. All of it is optional: a turn that failed early knows
 # less. Times are milliseconds.
 FACTS = {
+    "engine": "in a roll-out: stable or canary, whichever the conversation was given to",
+    "engine_fallback": "why the stable engine took the answer over from the canary",
+    "model": "what answered: its name, and the beginning of the hash of its content",
     "asr_ms": "the recogniser's work on the words that were used",
     "asr_audio_s": "audio that was transcribed",
     "asr_avg_logprob": "mean log probability of its tokens",
@@ -58,6 +63,12 @@ FACTS = {
     "computed_tokens": "of it, computed for this turn",
     "completion_tokens": "generated",
     "llm_steps": "steps of the engine for it",
+    "draft_tokens": "guessed ahead and verified by the model",
+    "accepted_tokens": "of them, those that were right",
+    "draft_steps": "steps that verified them",
+    "drafted_by_depth": "guesses by their place behind the known text",
+    "accepted_by_depth": "right ones by their place",
+    "draft_ms": "spent on guessing",
     "ttft_ms": "from the submission to the first token",
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
@@ -68,7 +79,7 @@ FACTS = {
     "tool_calls": "functions that the model called",
     "tool_ms": "waited for them",
     "tts_ms": "the voice's work, all clauses",
-    "tts_first_ms": "of it, the first clause",
+    "tts_first_ms": "of it, until the first sound",
     "tts_clauses": "clauses spoken",
     "reply_audio_s": "audio sent",
     "playout_gap_ms": "silence inside the reply because audio came too late",
@@ -209,12 +220,33 @@ class TurnTrace:
         if first_ns is not None and num_tokens > 1 and "tpot_ms" not in self.facts:
             self.facts["tpot_ms"] = max(0, finished_ns - first_ns) / 1e6 / (num_tokens - 1)
 
+    def note_speculation(self, drafts: Speculation) -> None:
+        """What guesses ahead did in one request; the requests of an answer add up."""
+        if not drafts.num_drafted:
+            return
+        for name, number in (
+            ("draft_tokens", drafts.num_drafted),
+            ("accepted_tokens", drafts.num_accepted),
+            ("draft_steps", drafts.num_steps),
+            ("draft_ms", drafts.draft_ns / 1e6),
+        ):
+            self.facts[name] = self.facts.get(name, 0) + number
+        for name, by_depth in (
+            ("drafted_by_depth", drafts.drafted_by_depth),
+            ("accepted_by_depth", drafts.accepted_by_depth),
+        ):
+            pairs = zip_longest(self.facts.get(name, ()), by_depth, fillvalue=0)
+            self.facts[name] = [before + more for before, more in pairs]
+
     def note_clause_spoken(self, took_ns: int) -> None:
-        """The voice has finished a clause."""
-        took_ms = took_ns / 1e6
-        self.facts.setdefault("tts_first_ms", took_ms)
+        """The voice has made the first piece of a clause."""
+        self.facts.setdefault("tts_first_ms", took_ns / 1e6)
         self.facts["tts_clauses"] = self.facts.get("tts_clauses", 0) + 1
-        self.facts["tts_ms"] = self.facts.get("tts_ms", 0.0) + took_ms
+        self.note_more_spoken(took_ns)
+
+    def note_more_spoken(self, took_ns: int) -> None:
+        """The voice has made a further piece."""
+        self.facts["tts_ms"] = self.facts.get("tts_ms", 0.0) + took_ns / 1e6
 
     def end(self, outcome: TurnOutcome, at_ns: int, reason: str = "") -> None:
         """Close the record.

@@ -1,54 +1,35 @@
-"""The realtime client of the OpenAI Agents SDK for JavaScript, with only the URL changed.
-
-It is installed by npm into a cache folder, once.
-"""
+"""The realtime client of the OpenAI Agents SDK for JavaScript, with only the URL changed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import jiwer
 import pytest
 
+from tests.agents_js import agents_folder
 from tests.integration.openai_caller import pause, recording, words
 from tests.integration.test_bad_input import Running, running
-from tests.server_env import download_dir
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path"),
 ]
 
-PACKAGES = ("@openai/agents-realtime@0.20.0", "@openai/agents-core@0.20.0", "zod@4.6.7")
 SCRIPT = Path(__file__).with_name("agents_client.mjs")
 KEY = "a-key-for-this-test"
 
 
 @pytest.fixture(scope="session")
-def agents_folder() -> Path:
+def client_folder() -> Path:
     """Where the package is installed, with our script beside it."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if node is None or npm is None:
-        pytest.skip("node and npm are needed for the JavaScript client")
-    folder = download_dir() / ("agents-" + "-".join(p.rsplit("@", 1)[1] for p in PACKAGES))
-    if not (folder / "installed").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "package.json").write_text('{"private": true}')
-        command = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", *PACKAGES]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-            )
-        except subprocess.TimeoutExpired:
-            pytest.skip("npm could not install the JavaScript client within 300 s")
-        if done.returncode != 0:
-            pytest.skip(f"npm could not install the JavaScript client: {done.stderr[-500:]}")
-        (folder / "installed").touch()
+    if shutil.which("node") is None:
+        pytest.skip("node is needed for the JavaScript client; tests/install_system.sh gets it")
+    folder = agents_folder()
     shutil.copy(SCRIPT, folder / SCRIPT.name)
     return folder
 
@@ -76,12 +57,12 @@ async def converse(folder: Path, server: Running, speech: Path) -> dict[str, Any
 
 @pytest.mark.timeout(420)
 async def test_the_stock_javascript_client_talks_and_calls_its_function(
-    agents_folder: Path, tmp_path: Path, shared_data: Path
+    client_folder: Path, tmp_path: Path, shared_data: Path
 ) -> None:
     speech = tmp_path / "speech.pcm"
     speech.write_bytes(recording(shared_data / "speech/sb_spk1_snt5.flac") + pause(1.5))
     async with running(api_keys=(KEY,), max_reply_tokens=48, temperature=0.0) as server:
-        seen = await converse(agents_folder, server, speech)
+        seen = await converse(client_folder, server, speech)
         await server.counts()  # the client has left, and so has its session
     assert seen["errors"] == []
     assert "error" not in seen["kinds"]

@@ -13,7 +13,7 @@ import soxr
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from audio.asr import Recognizer, Transcript
-from audio.errors import AudioError, AudioFormatError, ModelError
+from audio.errors import AudioError, AudioFormatError, ModelError, NotWantedError
 from audio.wav import read_audio
 
 pytestmark = pytest.mark.integration
@@ -141,6 +141,19 @@ def test_callers_in_several_threads_hear_their_own_words(
         thread.join()
     assert len(heard) == 6
     assert all(text == expected[name] for name, text in heard)
+
+
+def test_work_that_nobody_waits_for_is_given_up(recognizer: Recognizer, shared_data: Path) -> None:
+    audio = load(shared_data / "speech" / "un_dog_or_cat.flac")
+    asked: list[None] = []
+
+    def is_wanted() -> bool:
+        asked.append(None)
+        return len(asked) < 2
+
+    with pytest.raises(NotWantedError):
+        recognizer.transcribe(audio, is_wanted=is_wanted)
+    assert len(asked) == 2, "between the encoder and the decoder"
 
 
 def test_empty_and_tiny_audio(recognizer: Recognizer) -> None:

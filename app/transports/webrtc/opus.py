@@ -13,7 +13,7 @@ import av
 import numpy as np
 from av.audio.frame import AudioFrame
 
-from audio.conceal import Concealer
+from app.transports.webrtc.libopus import Decoder
 from audio.frame import Samples, silence
 
 DECODED_RATE = 48_000
@@ -28,42 +28,47 @@ _BIT_RATE = 32_000
 _COMPLEXITY = 5
 # A longer gap in one call would be a mistake of ours (the receive buffer makes at most 1 s).
 _MAX_CONCEALED = 2 * DECODED_RATE
+# Of a long gap so much is made up, fading from the half on: libopus would go on with the voice's
+# hum for a second and more, and the end of a turn is found in silence.
+_MAX_MADE_UP = DECODED_RATE // 10
+# What a packet may repeat of the one before it: a frame, usually this long.
+_REPEATED = DECODED_RATE // 50
 
 
 class OpusDecoder:
     """One incoming stream: packets and gaps to float32 mono samples at 48 kHz."""
 
     def __init__(self) -> None:
-        codec = av.CodecContext.create("libopus", "r")
-        codec.sample_rate = DECODED_RATE
-        codec.layout = "mono"
-        codec.format = "s16"
-        self._codec = codec
-        self._concealer = Concealer(DECODED_RATE)
+        self._decoder = Decoder(DECODED_RATE)
         self.num_bad = 0
 
     def decode(self, payload: bytes) -> Samples:
         """Samples [n] of one packet; one that is damaged is counted, and nothing comes of it."""
         if not payload:
             return silence(0)
-        try:
-            frames = self._codec.decode(av.Packet(payload))
-        except av.FFmpegError:
+        samples = self._decoder.decode(payload)
+        if samples is None:
             self.num_bad += 1
             return silence(0)
-        parts = [frame.to_ndarray().reshape(-1) for frame in frames]
-        if not parts:
-            return silence(0)
-        pcm = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return self._concealer.good(pcm.astype(np.float32) / np.float32(32_768.0))
+        return samples
 
-    def conceal(self, num_samples: int) -> Samples:
-        """Samples [num_samples] in place of packets that were lost."""
-        return self._concealer.conceal(min(num_samples, _MAX_CONCEALED))
+    def conceal(self, num_samples: int, following: bytes = b"") -> Samples:
+        """Samples [num_samples] in place of packets that were lost before ``following``.
+
+        The last frame is repaired from what ``following`` repeats of it, if its encoder does so.
+        """
+        num_samples = min(num_samples, _MAX_CONCEALED)
+        if num_samples <= _MAX_MADE_UP + _REPEATED:
+            return self._decoder.make_up(num_samples, following)
+        made = self._decoder.make_up(_MAX_MADE_UP)
+        fading = _MAX_MADE_UP // 2
+        made[-fading:] *= np.linspace(1.0, 0.0, fading, dtype=np.float32)
+        hole = silence(num_samples - _MAX_MADE_UP - _REPEATED)
+        return np.concatenate((made, hole, self._decoder.make_up(_REPEATED, following)))
 
     def pause(self, num_samples: int) -> Samples:
         """Samples [num_samples] of silence for a time in which the peer sent nothing."""
-        return self._concealer.good(silence(min(num_samples, _MAX_CONCEALED)))
+        return silence(min(num_samples, _MAX_CONCEALED))
 
 
 class OpusEncoder:

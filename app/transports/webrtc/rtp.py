@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import zip_longest
 
 from aiortc import RTCDtlsTransport
 from aiortc.clock import current_ntp_time
@@ -121,18 +122,22 @@ class AudioReceiver:
         )
 
     def _deliver(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
+        for piece, following in zip_longest(pieces, pieces[1:]):
             if isinstance(piece, Gap):
-                num_samples = piece.num_ticks * DECODED_RATE // RTP_RATE
-                self._on_audio(self._fill(piece.is_loss, num_samples), piece.arrived_ns)
+                # What comes next often repeats the last of what is missing.
+                repeat = following.payload if isinstance(following, Packet) else b""
+                self._on_audio(self._fill(piece, repeat), piece.arrived_ns)
             else:
                 samples = self.decoder.decode(piece.payload)
                 if len(samples):
                     self._on_audio(samples, piece.arrived_ns)
         self._watch()
 
-    def _fill(self, is_loss: bool, num_samples: int) -> Samples:
-        return self.decoder.conceal(num_samples) if is_loss else self.decoder.pause(num_samples)
+    def _fill(self, gap: Gap, following: bytes) -> Samples:
+        num_samples = gap.num_ticks * DECODED_RATE // RTP_RATE
+        if gap.is_loss:
+            return self.decoder.conceal(num_samples, following)
+        return self.decoder.pause(num_samples)
 
     def _watch(self) -> None:
         """Be called when a packet has been waited for long enough, if no other one comes before."""

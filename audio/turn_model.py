@@ -1,0 +1,72 @@
+"""Has the caller finished, by the sound alone: smart-turn v3 (pipecat-ai/smart-turn, BSD-2-Clause).
+
+An encoder like Whisper tiny's over the last 8 s and a classifier, in one ONNX file that is the
+operator's to provide. Its input is Whisper's log-mel spectrogram of the audio, brought to mean 0
+and variance 1, with silence in front of what is shorter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from faster_whisper.feature_extractor import FeatureExtractor
+
+from audio.errors import ModelError
+from audio.frame import SPEECH_RATE, Samples
+
+WINDOW_S = 8
+NUM_MELS, NUM_FRAMES = 80, WINDOW_S * 100
+_LEN = WINDOW_S * SPEECH_RATE
+
+
+class TurnModel:
+    """The network, shared by all callers and threads."""
+
+    def __init__(self, path: Path, num_threads: int = 1) -> None:
+        """Raises ModelError when ``path`` is no such model."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(
+                path.read_bytes(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime raises bare Exceptions of many kinds
+            raise ModelError(f"cannot load the turn model {path}: {error}") from error
+        inputs = self._session.get_inputs()
+        shape = inputs[0].shape[1:] if len(inputs) == 1 else None
+        if shape != [NUM_MELS, NUM_FRAMES]:
+            raise ModelError(
+                f"{path} is not a smart-turn v3 model: expected one input [n, {NUM_MELS}, "
+                f"{NUM_FRAMES}], got {[(item.name, item.shape) for item in inputs]}"
+            )
+        self._input = inputs[0].name
+        self._extractor = FeatureExtractor(feature_size=NUM_MELS, chunk_length=WINDOW_S)
+
+    def probability(self, samples: Samples) -> float:
+        """That a turn, float32 [n] at 16 kHz, is over where it ends now: in [0, 1].
+
+        Raises ModelError when the runtime fails.
+        """
+        try:
+            (made, *_) = self._session.run(None, {self._input: self.features(samples)[None]})
+        except Exception as error:  # as above
+            raise ModelError(f"the turn model failed: {error}") from error
+        value = float(np.asarray(made).reshape(-1)[0])
+        if not 0.0 <= value <= 1.0:  # also refuses NaN
+            raise ModelError(f"the turn model gave {value}, which is no probability")
+        return value
+
+    def features(self, samples: Samples) -> Samples:
+        """What the network sees: float32 [80, 800]."""
+        window = np.zeros(_LEN, np.float32)
+        last = samples[-_LEN:]
+        if len(last):
+            window[-len(last) :] = last
+        window = (window - window.mean()) / np.sqrt(window.var() + 1e-7)
+        features: Samples = self._extractor(window.astype(np.float32), padding=0)[:, :NUM_FRAMES]
+        return features.astype(np.float32)

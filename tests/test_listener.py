@@ -1,0 +1,80 @@
+"""The caller's audio on its way in: when what was spoken, whatever the packets and rates."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from app.conversation.listener import RATE, Listener
+from app.conversation.session_config import SessionConfig, TurnDetection
+from audio.codecs import AudioFormat
+from audio.voice_end import find_voice_end
+from tests.fakes import EnergyVad
+
+START_NS = 5_000_000_000
+
+
+def listener(rate: int) -> Listener:
+    config = SessionConfig("", input_format=AudioFormat("pcm16", rate))
+    return Listener(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+
+
+def speak(to: Listener, samples: np.ndarray, rate: int, packet_ms: int, late_ns: int = 0) -> None:
+    """Packets are sent when their last sample has been spoken, and arrive ``late_ns`` later."""
+    step = rate * packet_ms // 1000
+    pcm = (samples * 32767).astype("<i2")
+    for start in range(0, len(pcm), step):
+        piece = pcm[start : start + step]
+        received_ns = START_NS + (start + len(piece)) * 1_000_000_000 // rate + late_ns
+        for part in to.decode(piece.tobytes()):
+            list(to.feed(part, received_ns))
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 24_000, 48_000])
+@pytest.mark.parametrize("packet_ms", [10, 20, 60, 200])
+def test_the_instant_is_that_of_the_mouth_and_not_of_the_packet(rate: int, packet_ms: int) -> None:
+    heard = listener(rate)
+    speak(heard, np.zeros(rate, np.float32), rate, packet_ms)
+    for sample in range(1_000, 15_000, 777):
+        true_ns = START_NS + sample * 1_000_000_000 // RATE
+        assert abs(heard.spoken_ns(sample) - true_ns) < 1_000_000, sample
+    # What the network adds is part of the wait.
+    late = listener(rate)
+    speak(late, np.zeros(rate, np.float32), rate, packet_ms, late_ns=30_000_000)
+    assert late.spoken_ns(8_000) - heard.spoken_ns(8_000) == 30_000_000
+
+
+def test_a_changed_format_begins_anew() -> None:
+    heard = listener(24_000)
+    speak(heard, np.zeros(24_000, np.float32), 24_000, 20)
+    position = heard.position
+    heard.configure(SessionConfig("", input_format=AudioFormat("pcm16", 8_000)))
+    speak(heard, np.zeros(8_000, np.float32), 8_000, 20)
+    true_ns = START_NS + 500_000_000
+    assert abs(heard.spoken_ns(position + 8_000) - true_ns) < 1_000_000
+
+
+def test_a_file_sent_at_once_is_not_taken_for_a_caller_who_waits() -> None:
+    heard = listener(16_000)
+    pcm = np.zeros(3 * 16_000, "<i2").tobytes()
+    for part in heard.decode(pcm):
+        list(heard.feed(part, START_NS))
+    assert START_NS - heard.spoken_ns(16_000) <= 200_000_000
+
+
+@pytest.mark.parametrize("phase_ms", range(0, 20, 5))
+def test_the_end_of_a_voice_is_found_to_a_few_milliseconds(phase_ms: int) -> None:
+    """From the packets to the trace's ``speech_end``, as ``Hearing`` puts it together."""
+    rate, end_s = 24_000, 0.9 + phase_ms / 1000
+    t = np.arange(2 * rate) / rate
+    tone = 0.3 * np.sin(2 * np.pi * 200 * t) * (t >= 0.3) * (t < end_s)
+    config = SessionConfig(
+        "", turn_detection=TurnDetection(), input_format=AudioFormat("pcm16", rate)
+    )
+    heard = Listener(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+    speak(heard, tone.astype(np.float32), rate, 20)
+    last_voiced = int(1.1 * RATE)  # the model lets go late
+    found = heard.spoken_ns(find_voice_end(heard.take(0), last_voiced))
+    assert abs(found - START_NS - end_s * 1e9) < 11_000_000  # levels are taken of 10 ms
