@@ -4,6 +4,11 @@ a reason; nothing is replaced silently."""
 from __future__ import annotations
 
 import os
+
+# Before anything imports Triton: it reads this once. Its kernels then run on the CPU, here and in
+# what tests start; nothing chooses them by itself.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import socket
 import subprocess
 import sys

@@ -1,8 +1,9 @@
 """What all attention kernels do with one block of keys and values.
 
-Softmax is taken online (Milakov and Gimelshein 2018; Dao et al. 2022). Scores are in units of log2, so that the exponential is the hardware's own; sums are float32.
-Query heads that share a key/value head are packed into the rows of one tile: with grouped queries
-a single token fills a tensor core's tile, and each key is read once for all of them.
+Softmax is taken online (Milakov and Gimelshein 2018; Dao et al. 2022). Scores are in units of log2,
+so that the exponential is the hardware's own; sums are float32. Query heads that share a key/value
+head are packed into the rows of one tile: with grouped queries a single token fills a tensor core's
+tile, and each key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def score_block(
     if IS_QUANTISED:
         scores *= tl.load(scales_ptr + slots, mask=mask, other=0.0)[None, :]
     if HAS_SOFTCAP:
-        # tanh(z) = 2 sigmoid(2 z) - 1
-        scores = softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        # tanh(z) = 2 sigmoid(2 z) - 1; it is -1 long before the exponential inside overflows
+        doubled = tl.maximum(2.0 * scores / softcap, -80.0)
+        scores = softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(doubled) - 1.0)
     return scores
 
 

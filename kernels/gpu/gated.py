@@ -25,7 +25,8 @@ def gated_kernel(gate_up_ptr, out_ptr, size, IS_GELU: tl.constexpr, BLOCK: tl.co
     if IS_GELU:
         # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    result = gate * tl.sigmoid(argument) * up
+    # Lower arguments give nothing but an overflow of the exponential inside.
+    result = gate * tl.sigmoid(tl.maximum(argument, -80.0)) * up
     tl.store(out_ptr + row * size + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -22,14 +22,14 @@ from kernels.gpu.weights import GpuWeight, Int4Weight, Int8Weight, weight_shape
 MAX_ROWS = 64
 _MAX_SPLITS = 16
 _REDUCE_BLOCK = 512
-_CONFIGS: tuple[Config, ...] = (
+CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 16, "BLOCK_K": 512, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 8, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
 )
-_INT4_CONFIGS: tuple[Config, ...] = (
+INT4_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 5},
     {"BLOCK_N": 32, "num_warps": 2, "num_stages": 6},
     {"BLOCK_N": 128, "num_warps": 4, "num_stages": 4},
@@ -230,7 +230,7 @@ def matmul_few_rows(
 
     kind = str(weight.dtype) if isinstance(weight, torch.Tensor) else type(weight).__name__
     key = (str(x.dtype), kind, getattr(weight, "group", 0) or 0, num_out, num_in, block_m)
-    candidates = _INT4_CONFIGS if isinstance(weight, Int4Weight) else _CONFIGS
+    candidates = INT4_CONFIGS if isinstance(weight, Int4Weight) else CONFIGS
     launch(TUNER.choose("matmul_few_rows", key, candidates, launch))
 
 

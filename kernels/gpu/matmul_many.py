@@ -17,7 +17,7 @@ from kernels.gpu.weights import Float8Weight, Int4Weight, Int8Weight, weight_sha
 
 QuantisedWeight = Int4Weight | Int8Weight | Float8Weight
 
-_CONFIGS: tuple[Config, ...] = (
+CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
     {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
@@ -209,4 +209,4 @@ def matmul_many_rows(
     group = weight.group if not isinstance(weight, Float8Weight) else None
     rows = min(4096, cdiv(num_rows, 128) * 128)
     key = (str(x.dtype), type(weight).__name__, group or 0, num_out, num_in, rows)
-    launch(TUNER.choose("matmul_many_rows", key, _CONFIGS, launch))
+    launch(TUNER.choose("matmul_many_rows", key, CONFIGS, launch))

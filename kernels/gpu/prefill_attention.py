@@ -21,13 +21,13 @@ from kernels.gpu.launch import cdiv, power_of_2
 from kernels.gpu.pages import KvPages
 from kernels.gpu.tuning import TUNER, Config
 
-_CONFIGS: tuple[Config, ...] = (
+CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
     {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
 )
-_SMALL_CONFIGS: tuple[Config, ...] = (
+SMALL_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
 )
@@ -181,7 +181,7 @@ def prefill_attention(
             **config,
         )
 
-    candidates = _CONFIGS if max_query_len * group >= 64 else _SMALL_CONFIGS
+    candidates = CONFIGS if max_query_len * group >= 64 else SMALL_CONFIGS
     key = (
         *(str(query.dtype), str(pages.data.dtype), head_dim, group),
         *(power_of_2(max_query_len), "window" if window else "all"),

@@ -27,7 +27,7 @@ from kernels.gpu.tuning import TUNER, Config
 
 _MAX_TILE = 64
 _MAX_SPLITS = 64
-_CONFIGS: tuple[Config, ...] = (
+CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
@@ -291,7 +291,7 @@ class _Call:
             *(str(query.dtype), str(pages.data.dtype), head_dim, group, block_m),
             *(power_of_2(num_programs), power_of_2(reach)),
         )
-        launch(TUNER.choose("split_attention", key, _CONFIGS, launch))
+        launch(TUNER.choose("split_attention", key, CONFIGS, launch))
         return out
 
     def _launch(
