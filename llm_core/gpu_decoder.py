@@ -165,6 +165,7 @@ class TritonDecoder:
         self._pages: list[KvPages] = []
         self._graphs: StepGraphs[_GraphState] | None = None
         self._results: tuple[torch.Tensor, ...] = ()
+        self._num_warm = 0  # sequences for which decode steps are recorded
 
     @property
     def weight_format(self) -> str:
@@ -183,7 +184,9 @@ class TritonDecoder:
         """See ``model_choice.Model``."""
         assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
         self._feature_layers = layers
-        self._cache = None  # what was recorded computes other features
+        cache, self._cache = self._cache, None  # what was recorded computes other features
+        if cache is not None and self._num_warm:
+            self.warm_up(cache, self._num_warm)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Logits of ``batch.logit_rows``, and features, on the CPU; writes keys and values.
@@ -201,6 +204,7 @@ class TritonDecoder:
         self._bind(cache)
         if self._graphs is None:
             return
+        self._num_warm = max_sequences
         for shape in decode_shapes(max_sequences, self.max_context):
             self._graphs.record(shape)
         num_rows = min(_WARM_UP_ROWS, self.max_context, cache.num_blocks * cache.block_size)

@@ -86,6 +86,7 @@ class Pair:
         capture: Capture | None = None,
         layers: tuple[int, ...] = (),
     ) -> None:
+        torch.set_num_threads(1)  # the tensors are tiny
         self.config = config
         floats = {name: to_float(weight) for name, weight in weights.items()}
         formats = FormatChoice("float32", "float32")
@@ -177,9 +178,13 @@ def test_replayed_steps_equal_torch(family: str, seed: int) -> None:
         runs.append(RecordedRun(run))
         return runs[-1]
 
-    pair = Pair(config, dict(random_weights(config, seed)), capture=capture, layers=(0,))
+    pair = Pair(config, dict(random_weights(config, seed)), capture=capture)
     pair.triton.warm_up(pair.caches[1], max_sequences=3)
     assert len(runs) == 3  # 1, 2 and 4 sequences
+    for model in (pair.torch, pair.triton):
+        model.set_feature_layers((0,))
+    assert len(runs) == 6, "recorded again, with features"
+    del runs[:3]
     decoding: Steps = [
         ([(0, 45 + n, 1), (1, 8 + n, 1), (2, 22 + n, 1)][: 1 + n % 3], True) for n in range(4)
     ]
