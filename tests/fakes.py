@@ -488,16 +488,3 @@ def voice(seconds: float, rate: int = 24_000) -> bytes:
 def silence(seconds: float, rate: int = 24_000) -> bytes:
     """Digital silence in PCM16."""
     return bytes(2 * int(seconds * rate))
-
-
-class RecordedRun:
-    """A CUDA graph without a GPU: what was recorded is run again, on the same tensors."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        run()  # recording launches nothing, but the warm-up before it does
-        self.num_replays = 0
-        self._run = run
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self._run()

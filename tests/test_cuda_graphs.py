@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_core.cuda_graphs import StepGraphs, StepShape, decode_shapes, shape_for
-from tests.fakes import RecordedRun
+from tests.fake_graph import RecordedRun
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ ONLY_IN = {
 # Modules that load the code of a command only when it is chosen, so that `parley --help` does not
 # wait for torch. Their imports obey the layers and the ban on cycles like all others.
 LAZY = {
-    *("app.cli", "app.cli_bench", "app.cli_replay", "app.bench.llm", "app.bench.llama_cpp"),
+    *("app.cli", "app.cli_bench", "app.cli_gate", "app.cli_replay"),
+    *("app.bench.llm", "app.bench.llama_cpp"),
     "llm_core.model_jobs",
     "kernels.gpu",  # its Triton half needs an extra
 }

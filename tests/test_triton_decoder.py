@@ -24,7 +24,7 @@ from llm_core.messages import KvDtype
 from llm_core.quant.codes import GroupedCodes
 from llm_core.quant.formats import Weight, to_float
 from llm_core.quant.linear import FormatChoice
-from tests.fakes import RecordedRun
+from tests.fake_graph import RecordedRun
 from tests.random_llama import random_tokens, random_weights, tiny_config
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 16

@@ -21,6 +21,7 @@ from llm_core import (
     ChatMessage,
     FirstToken,
     GenerationEvent,
+    Guide,
     LlmError,
     OptionFields,
     SamplingParams,
@@ -82,9 +83,17 @@ class Asking:
             self._reply.set_deadline(deadline_ns)
 
     async def events(
-        self, messages: list[ChatMessage], params: SamplingParams
+        self, messages: list[ChatMessage], *, max_tokens: int, guide: Guide | None
     ) -> AsyncGenerator[GenerationEvent, None]:
         """One reply to ``messages``. Raises GenerationError."""
+        settings = self._services.settings
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            repetition_penalty=settings.repetition_penalty,
+            guide=guide,
+        )
         self._trace.mark("llm_submit", self._clock.now_ns())
         await self._wait_for_prefill()
         options = length_options(self._config)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any
 
 from app.clock import Clock, MonotonicClock
 from app.conversation import dialog as floor
@@ -43,6 +41,7 @@ from app.conversation.listener import RATE
 from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
+from app.conversation.tasks import Tasks
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
 from app.conversation.upkeep import tend
@@ -85,7 +84,7 @@ class Session:
         self._turn: Turn | None = None  # the running one
         self._turn_task: asyncio.Task[None]
         self._last_turn: Turn | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self.id)
         self._ahead, self._idle = Ahead(), IdleWatch()
         self._num_commits = self._last_audio_ns = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
@@ -119,10 +118,7 @@ class Session:
     async def close(self) -> None:
         """Stop everything that runs for this caller; returns when nothing is left."""
         self._hearing.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         if self._turn is not None:  # its task may have been cancelled before its first step
             await self._turn.discard()
             if self._turn.trace.end_if_open(self._clock.now_ns()):
@@ -271,7 +267,7 @@ class Session:
                 await self._silence(may_go_on=True)
             case floor.ReleaseResponse():
                 if self._turn is not None:
-                    self._spawn(self._turn.release())
+                    self._tasks.start(self._turn.release())
             case floor.DropSpeech():
                 await self._drop_speech()
             case floor.CutPlayback():
@@ -330,7 +326,7 @@ class Session:
         if heard_end:
             await self._sink(SpeechStopped(item.id, heard_end.last_voiced_sample * 1000 // RATE))
         await self._tell_committed(item, previous)
-        self._spawn(self._settle(heard, self._num_commits))
+        self._tasks.start(self._settle(heard, self._num_commits))
 
     async def _tell_committed(self, item: Item, previous_id: str | None) -> None:
         await self._sink(InputCommitted(item.id, previous_id))
@@ -379,7 +375,7 @@ class Session:
         turn.on_audio_started = partial(self._on_audio_started, turn)
         turn.on_sound = self._hearing.note_sound
         self._turn = self._last_turn = turn
-        self._turn_task = self._spawn(self._run_turn(turn))
+        self._turn_task = self._tasks.start(self._run_turn(turn))
 
     def _make_turn(
         self, request: ResponseRequest, messages: list[ChatMessage] | None = None
@@ -490,14 +486,3 @@ class Session:
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""
         await self._feed(self._hearing.end_now())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-        return task
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("session %s: a task failed", self.id, exc_info=error)

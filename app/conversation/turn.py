@@ -40,7 +40,6 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
-    SamplingParams,
     TextDelta,
 )
 
@@ -315,16 +314,9 @@ class Turn:
     def _generate(
         self, messages: list[ChatMessage], calling: Calling
     ) -> AsyncGenerator[GenerationEvent, None]:
-        settings = self._services.settings
-        max_tokens = self.response.max_output_tokens or settings.max_reply_tokens
-        params = SamplingParams(
-            max_tokens=max(1, max_tokens - self.response.usage.output_tokens),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            repetition_penalty=settings.repetition_penalty,
-            guide=calling.guide,
-        )
-        return self._asking.events(messages, params)
+        max_tokens = self.response.max_output_tokens or self._services.settings.max_reply_tokens
+        left = max(1, max_tokens - self.response.usage.output_tokens)
+        return self._asking.events(messages, max_tokens=left, guide=calling.guide)
 
     def _tell_deadline(self) -> None:
         """Tell the engine when the next words are needed: at first as the budget has it, then when
