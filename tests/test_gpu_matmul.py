@@ -25,10 +25,11 @@ TRITON, ORACLE = load_ops("triton"), load_ops("oracle")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = ("plain", "int4", "int4 with zeros", "int8", "int8 groups", "uint8 groups", "float8")
 
-# Relative to the largest magnitude of the result: products are exact in float32 where codes are
-# multiplied as they are, and lose the operand's rounding where a weight is dequantised to 16 bits.
-FEW_LIMIT = 3e-6
-MANY_LIMITS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
+# Of the sum of the magnitudes that are added up. Codes multiplied as they are lose nothing but the
+# sum's rounding; a weight that is dequantised to 16 bits, or a result that cuBLAS rounds to them,
+# loses that rounding (cut off by the interpreter where a device rounds), and no sum can lose more.
+FEW_LIMIT = 2e-6
+MANY_LIMITS = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-6.4}
 
 
 def draw_weight(
@@ -67,8 +68,11 @@ def check(x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None, limit: 
     found = TRITON.matmul(x, weight, bias, out_dtype=torch.float32)
     expected = ORACLE.matmul(x, weight, bias, out_dtype=torch.float32)
     assert found.dtype == torch.float32
-    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    assert error <= limit, f"{error} of the largest value, expected at most {limit}"
+    magnitudes = x.float().abs() @ dequantize(weight).abs().T
+    if bias is not None:
+        magnitudes += bias.abs()
+    error = float(((found - expected).abs() / magnitudes.clamp_min(1e-6)).max())
+    assert error <= limit, f"{error} of the magnitudes, expected at most {limit}"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -105,12 +109,12 @@ def test_many_rows(name: str, repeat: int) -> None:
 def test_every_launch_configuration_gives_the_same(name: str) -> None:
     rng = fresh_rng()
     with guarded() as guards:
-        weight = draw_weight(rng, guards, name, torch.float32, 40, 320)
-        x = guards.wrap(torch.randn(70, 320))
+        weight = draw_weight(rng, guards, name, torch.float32, 40, 192)
+        x = guards.wrap(torch.randn(65, 192))
         few = matmul_few.INT4_CONFIGS if name.startswith("int4") else matmul_few.CONFIGS
         cases = [(2, config) for config in few]
         if name != "plain":
-            cases += [(70, config) for config in matmul_many.CONFIGS]
+            cases += [(65, config) for config in matmul_many.CONFIGS]
         for num_rows, config in cases:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(TUNER, "choose", lambda *_, config=config: config)

@@ -36,8 +36,7 @@ def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     assert gate_up.is_contiguous(), "gate_up is dense"
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
-        # Rows are the second axis: the first is the only one that may exceed 65535, but a step
-        # never has so many rows.
+        # The second axis has up to 65535 places: more rows than a step has.
         grid = (cdiv(size, _BLOCK), num_rows)
         gated_kernel[grid](gate_up, out, size, IS_GELU=gate == "gelu_tanh", BLOCK=_BLOCK)
     return out

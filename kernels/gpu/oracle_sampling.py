@@ -22,7 +22,7 @@ def sample(
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
     tokens = [
-        _sample_row(
+        sample_one(
             row.float(),
             None if allowed is None else allowed[index],
             float(inputs.temperature[index]),
@@ -36,7 +36,7 @@ def sample(
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
-def _sample_row(
+def sample_one(
     row: torch.Tensor,
     allowed: torch.Tensor | None,
     temperature: float,
@@ -45,6 +45,7 @@ def _sample_row(
     min_p: float,
     fraction: float,
 ) -> int:
+    """The token of float32 row [vocab], drawn with ``fraction`` in [0, 1)."""
     if bool(row.isnan().any()):
         return -1
     if allowed is not None:

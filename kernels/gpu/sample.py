@@ -198,28 +198,34 @@ def gather_kernel(
 
 
 @triton.jit
-def weight_below(depths_ptr, count, key, least, BLOCK: tl.constexpr):
-    """Sum of the weights of at least ``least`` whose key is below ``key``."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        depths = tl.load(depths_ptr + at, mask=at < count, other=float("inf"))
-        weights = tl.exp(-depths)
-        kept = (depths.to(tl.int32, bitcast=True) < key) & (weights >= least)
-        sums += tl.where(kept & (at < count), weights, 0.0)
-    return tl.sum(sums, 0)
+def load_block(depths_ptr, count, first, BLOCK: tl.constexpr):
+    """(keys, weights) of BLOCK candidates from ``first`` on; beyond the last, no key is higher and
+    no weight is lower."""
+    at = first + tl.arange(0, BLOCK)
+    depths = tl.load(depths_ptr + at, mask=at < count, other=float("inf"))
+    keys = tl.where(at < count, depths.to(tl.int32, bitcast=True), 0x7FFFFFFF)
+    return keys, tl.exp(-depths)
 
 
 @triton.jit
-def count_below(depths_ptr, count, key, BLOCK: tl.constexpr):
+def weight_below(keys, weights, depths_ptr, count, key, least, BLOCK: tl.constexpr):
+    """Sum of the weights of at least ``least`` whose key is below ``key``. ``keys`` and ``weights``
+    are the first block, which is mostly all there is and stays in registers."""
+    total = tl.sum(tl.where((keys < key) & (weights >= least), weights, 0.0), 0)
+    for first in range(BLOCK, count, BLOCK):
+        more_keys, more = load_block(depths_ptr, count, first, BLOCK)
+        total += tl.sum(tl.where((more_keys < key) & (more >= least), more, 0.0), 0)
+    return total
+
+
+@triton.jit
+def count_below(keys, depths_ptr, count, key, BLOCK: tl.constexpr):
     """How many keys are below ``key``."""
-    sums = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        depths = tl.load(depths_ptr + at, mask=at < count, other=float("inf"))
-        below = depths.to(tl.int32, bitcast=True) < key
-        sums += (below & (at < count)).to(tl.int32)
-    return tl.sum(sums, 0)
+    total = tl.sum((keys < key).to(tl.int32), 0)
+    for first in range(BLOCK, count, BLOCK):
+        more_keys, _ = load_block(depths_ptr, count, first, BLOCK)
+        total += tl.sum((more_keys < key).to(tl.int32), 0)
+    return total
 
 
 @triton.jit
@@ -228,11 +234,11 @@ def nth_of_key(depths_ptr, count, key, nth, BLOCK: tl.constexpr):
     before = 0
     found = 0
     for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        depths = tl.load(depths_ptr + at, mask=at < count, other=float("inf"))
-        equal = (depths.to(tl.int32, bitcast=True) == key) & (at < count)
+        keys, _ = load_block(depths_ptr, count, first, BLOCK)
+        equal = keys == key
         ranks = before + tl.cumsum(equal.to(tl.int32), 0) - 1
-        found += tl.sum(tl.where(equal & (ranks == nth), at, 0), 0)
+        places = first + tl.arange(0, BLOCK)
+        found += tl.sum(tl.where(equal & (ranks == nth), places, 0), 0)
         before += tl.sum(equal.to(tl.int32), 0)
     return found
 
@@ -246,6 +252,7 @@ def weight_of(key):
 def draw_falling(depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Cuts by top-k, top-p, min-p, and draws in falling order; the place of the token."""
+    keys, weights = load_block(depths_ptr, count, 0, BLOCK)
     # What is kept: all keys below ``edge``, and the first ``num_edge`` tokens with that key.
     edge = tl.full((), 0x7F800000, tl.int32)
     num_edge = tl.full((), 0, tl.int32)
@@ -255,31 +262,31 @@ def draw_falling(depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
         for bit in range(31):
             candidate = edge | (1 << (30 - bit))
             edge = tl.where(
-                count_below(depths_ptr, count, candidate, BLOCK) < top_k, candidate, edge
+                count_below(keys, depths_ptr, count, candidate, BLOCK) < top_k, candidate, edge
             )
         edge = tl.minimum(edge, 0x7F800000)
-        num_edge = top_k - count_below(depths_ptr, count, edge, BLOCK)
-        below = weight_below(depths_ptr, count, edge, 0.0, BLOCK)
+        num_edge = top_k - count_below(keys, depths_ptr, count, edge, BLOCK)
+        below = weight_below(keys, weights, depths_ptr, count, edge, 0.0, BLOCK)
         kept_weight = below + num_edge * weight_of(edge)
     if top_p < 1.0:
         needed = top_p * kept_weight
         nucleus = tl.full((), 0, tl.int32)
         for bit in range(31):
             candidate = nucleus | (1 << (30 - bit))
-            below = weight_below(depths_ptr, count, candidate, 0.0, BLOCK)
+            below = weight_below(keys, weights, depths_ptr, count, candidate, 0.0, BLOCK)
             below = tl.where(candidate > edge, kept_weight, below)
             nucleus = tl.where(below < needed, candidate, nucleus)
         # Beyond the edge only by rounding, or with top_p at 1 but for rounding: then all is kept.
         if nucleus < edge:
             edge = nucleus
             num_edge = tl.full((), 0x7FFFFFFF, tl.int32)
-        below = weight_below(depths_ptr, count, edge, 0.0, BLOCK)
+        below = weight_below(keys, weights, depths_ptr, count, edge, 0.0, BLOCK)
         share = tl.ceil((needed - below) / tl.maximum(weight_of(edge), 1e-30))
         num_needed = tl.minimum(tl.maximum(share, 1.0), 1e9).to(tl.int32)
-        num_here = count_below(depths_ptr, count, edge + 1, BLOCK)
-        num_here -= count_below(depths_ptr, count, edge, BLOCK)
+        num_here = count_below(keys, depths_ptr, count, edge + 1, BLOCK)
+        num_here -= count_below(keys, depths_ptr, count, edge, BLOCK)
         num_edge = tl.minimum(tl.minimum(num_edge, num_needed), num_here)
-    below = weight_below(depths_ptr, count, edge, min_p, BLOCK)
+    below = weight_below(keys, weights, depths_ptr, count, edge, min_p, BLOCK)
     edge_weight = tl.where(weight_of(edge) >= min_p, num_edge * weight_of(edge), 0.0)
     kept_weight = below + edge_weight
     # Rounding up must not reach the total.
@@ -288,13 +295,13 @@ def draw_falling(depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
     drawn = tl.full((), 0, tl.int32)
     for bit in range(31):
         candidate = drawn | (1 << (30 - bit))
-        lighter = weight_below(depths_ptr, count, candidate, min_p, BLOCK)
+        lighter = weight_below(keys, weights, depths_ptr, count, candidate, min_p, BLOCK)
         lighter = tl.where(candidate > edge, kept_weight, lighter)
         drawn = tl.where(lighter <= point, candidate, drawn)
     drawn = tl.minimum(drawn, edge)
-    lighter = weight_below(depths_ptr, count, drawn, min_p, BLOCK)
-    num_equal = count_below(depths_ptr, count, drawn + 1, BLOCK)
-    num_equal -= count_below(depths_ptr, count, drawn, BLOCK)
+    lighter = weight_below(keys, weights, depths_ptr, count, drawn, min_p, BLOCK)
+    num_equal = count_below(keys, depths_ptr, count, drawn + 1, BLOCK)
+    num_equal -= count_below(keys, depths_ptr, count, drawn, BLOCK)
     num_equal = tl.where(drawn == edge, tl.minimum(num_equal, num_edge), num_equal)
     nth = tl.floor((point - lighter) / tl.maximum(weight_of(drawn), 1e-30)).to(tl.int32)
     nth = tl.maximum(tl.minimum(nth, num_equal - 1), 0)
@@ -304,16 +311,18 @@ def draw_falling(depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
 @triton.jit
 def draw_in_order(depths_ptr, count, min_p, fraction, BLOCK: tl.constexpr):
     """Draws among all with a weight of at least min_p, in order of ids; the place of the token."""
-    total = weight_below(depths_ptr, count, 0x7FFFFFFF, min_p, BLOCK)
-    point = (fraction * total.to(tl.float64)).to(tl.float32)
+    total = 0.0
+    for first in range(0, count, BLOCK):
+        _, weights = load_block(depths_ptr, count, first, BLOCK)
+        total += tl.sum(tl.where(weights >= min_p, weights, 0.0), 0)
+    point = (fraction * tl.cast(total, tl.float64)).to(tl.float32)
     before = 0.0
     place = 0
     last = 0
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        depths = tl.load(depths_ptr + at, mask=at < count, other=float("inf"))
-        weights = tl.exp(-depths)
-        weights = tl.where((weights >= min_p) & (at < count), weights, 0.0)
+        _, weights = load_block(depths_ptr, count, first, BLOCK)
+        weights = tl.where(weights >= min_p, weights, 0.0)
         sums = before + tl.cumsum(weights, 0)
         place += tl.sum(((sums <= point) & (at < count)).to(tl.int32), 0)
         last = tl.maximum(last, tl.max(tl.where(weights > 0.0, at, 0), 0))

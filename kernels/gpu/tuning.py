@@ -16,6 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,9 +36,16 @@ _FLUSH_BYTES = 256 << 20
 class Tuner:
     """The configurations of one device, from ``path`` (None: nothing is kept)."""
 
-    def __init__(self, path: Path | None, device_name: str) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        device_name: str,
+        time_ms: Callable[[Callable[[], None]], float] | None = None,
+    ) -> None:
+        """``time_ms`` measures a run; None: on the CUDA device."""
         self._path = path
         self._device = f"{device_name}, triton {triton.__version__}"
+        self._time_ms = time_ms or device_time_ms
         self._configs = _read(path).get(self._device, {}) if path else {}
         self._is_measuring = False
 
@@ -58,7 +66,7 @@ class Tuner:
             return known
         if not self._is_measuring or run is None:
             return candidates[0]
-        best = _fastest(candidates, run)
+        best = self._fastest(candidates, run)
         self._configs[name] = dict(best)
         logger.info("tuned %s: %s", name, dict(best))
         return best
@@ -80,6 +88,18 @@ class Tuner:
     def clear(self) -> None:
         """Forgets all configurations; the file stays as it is."""
         self._configs.clear()
+
+    def _fastest(self, candidates: Sequence[Config], run: Callable[[Config], None]) -> Config:
+        times: list[tuple[float, int]] = []
+        for index, config in enumerate(candidates):
+            try:
+                run(config)  # compiles
+            except OutOfResources:  # too much shared memory or too many registers for this card
+                continue
+            times.append((self._time_ms(partial(run, config)), index))
+        if not times:
+            raise RuntimeError("no launch configuration of a kernel fits this device")
+        return candidates[min(times)[1]]
 
     def _write(self) -> None:
         if self._path is None:
@@ -126,21 +146,9 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
     return dict(contents)
 
 
-def _fastest(candidates: Sequence[Config], run: Callable[[Config], None]) -> Config:
+def device_time_ms(run: Callable[[], None]) -> float:
+    """The median of some runs on the current CUDA device, its second-level cache cold each time."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    times: list[tuple[float, int]] = []
-    for index, config in enumerate(candidates):
-        try:
-            run(config)  # compiles
-        except OutOfResources:  # too much shared memory or too many registers for this card
-            continue
-        times.append((_median_ms(lambda config=config: run(config), flush), index))  # type: ignore[misc]
-    if not times:
-        raise RuntimeError("no launch configuration of a kernel fits this device")
-    return candidates[min(times)[1]]
-
-
-def _median_ms(run: Callable[[], None], flush: torch.Tensor) -> float:
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED)]
     for start, end in zip(starts, ends, strict=True):

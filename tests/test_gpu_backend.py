@@ -1,0 +1,181 @@
+"""What surrounds the GPU kernels: choosing them, compiling them, remembering launch sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from kernels.gpu import is_interpreted, load_ops, unavailable_reason
+from kernels.gpu.launch import cdiv, num_splits, power_of_2
+from kernels.gpu.tuning import Config, Tuner
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOW: Config = {"BLOCK": 16, "num_warps": 4}
+FAST: Config = {"BLOCK": 32, "num_warps": 4}
+HUGE: Config = {"BLOCK": 64, "num_warps": 4}
+
+
+def run_python(script: str, **env: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout
+
+
+def test_without_triton_nothing_fails_at_import() -> None:
+    script = """
+import sys
+sys.modules["triton"] = None  # what importing a package that is absent meets
+import kernels, kernels.gpu, llm_core
+assert kernels.gpu.load_ops("oracle").rms_norm
+try:
+    kernels.gpu.load_ops("triton")
+except ImportError as error:
+    print("refused:", error)
+"""
+    assert "refused: " in run_python(script)
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    script = "import sys, kernels.gpu, llm_core; print('triton' in sys.modules)"
+    assert run_python(script).strip() == "False"
+
+
+def test_why_the_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_interpreted() and unavailable_reason() is None
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert unavailable_reason() == "there is no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert unavailable_reason() == ("Tesla T4 has compute capability 7.5, expected 8.0 or higher")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert unavailable_reason() is None
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert unavailable_reason() == "triton is not installed"
+
+
+def test_transformers_is_not_misled_by_our_package_name() -> None:
+    """It looks for a distribution called kernels, and must not take ours for it."""
+    from transformers.utils.import_utils import is_kernels_available
+
+    assert not is_kernels_available()
+
+
+def test_both_halves_have_all_operations() -> None:
+    from kernels.gpu.ops import GpuOps
+
+    names = {name for name in vars(GpuOps) if not name.startswith("_")}
+    for half in ("triton", "oracle"):
+        module: Any = load_ops(half)  # type: ignore[arg-type]
+        assert names == set(module.__all__)
+
+
+def test_every_kernel_passes_the_compilers_front_end() -> None:
+    """Types and shapes, for an H200; ``python -m tests.gpu_compile`` goes on to machine code."""
+    command = [sys.executable, "-m", "tests.gpu_compile", "--front-end"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    compiled = set(result.stdout.split())
+    sources = (path.read_text() for path in (ROOT / "kernels" / "gpu").glob("*.py"))
+    kernels = {
+        line.split("(")[0].removeprefix("def ")
+        for source in sources
+        for line in source.splitlines()
+        if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
+    }
+    assert len(kernels) > 10
+    assert kernels == compiled, "each kernel is launched by tests.gpu_compile"
+
+
+def choose(tuner: Tuner, *, ran: list[int] | None = None) -> Config:
+    def run(config: Config) -> None:
+        assert ran is not None
+        if config == HUGE:
+            raise OutOfResources(300_000, 200_000, "shared memory")
+        ran.append(config["BLOCK"])
+
+    candidates = (SLOW, HUGE, FAST)
+    return tuner.choose("matmul", (64, "bf16"), candidates, None if ran is None else run)
+
+
+def make_tuner(path: Path | None, device_name: str, ran: list[int]) -> Tuner:
+    """Without a device: the larger the block that was run, the less time it took."""
+
+    def time_ms(run: Callable[[], None]) -> float:
+        run()
+        return 1.0 / ran[-1]
+
+    return Tuner(path, device_name, time_ms)
+
+
+def test_tuning_is_measured_once_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "gpu.json"
+    ran: list[int] = []
+    tuner = make_tuner(path, "card A", ran)
+    assert choose(tuner) == SLOW, "the first candidate where nothing was measured"
+    assert choose(tuner, ran=ran) == SLOW
+    assert ran == [], "nothing is measured outside of a warm-up"
+    with tuner.measuring():
+        assert choose(tuner, ran=ran) == FAST
+        assert ran == [16, 16, 32, 32], "compiled, then measured; what does not fit is passed over"
+        assert choose(tuner, ran=ran) == FAST
+        assert len(ran) == 4
+    assert choose(Tuner(path, "card A")) == FAST
+    assert choose(Tuner(path, "card B")) == SLOW, "each card has its own"
+    other = make_tuner(path, "card B", ran)
+    with other.measuring():
+        choose(other, ran=ran)
+    (name_a, name_b) = sorted(json.loads(path.read_text()))
+    assert name_a.startswith("card A, triton ") and name_b.startswith("card B, triton ")
+    assert [file.name for file in path.parent.iterdir()] == ["gpu.json"], (
+        "no temporary file is left"
+    )
+
+
+@pytest.mark.parametrize(
+    "contents", ["", "{", "[]", '{"card, triton": 3}', '{"card": {"k": "v"}}', "\\udc80"]
+)
+def test_a_spoilt_tuning_file_is_said_and_not_used(
+    tmp_path: Path, contents: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(contents)
+    assert choose(Tuner(path, "card")) == SLOW
+    assert "is not used" in caplog.text
+
+
+def test_configurations_of_other_versions_are_not_used(tmp_path: Path) -> None:
+    tuner = Tuner(None, "card")
+    tuner.put("matmul", (64, "bf16"), {"BLOCK": 99, "num_warps": 4})
+    assert choose(tuner) == SLOW
+    tuner.put("matmul", (64, "bf16"), FAST)
+    assert choose(tuner) == FAST
+    tuner.clear()
+    assert choose(tuner) == SLOW
+
+
+def test_work_is_split_to_fill_a_device() -> None:
+    cpu = torch.device("cpu")  # the interpreter: 16
+    assert num_splits(1, 100, cpu, most=64) == 32
+    assert num_splits(8, 100, cpu, most=64) == 4
+    assert num_splits(1, 3, cpu, most=64) == 3
+    assert num_splits(1, 100, cpu, most=8) == 8
+    assert num_splits(1000, 100, cpu, most=64) == 1
+    assert num_splits(1, 0, cpu, most=64) == 1
+    assert (cdiv(5, 4), cdiv(8, 4), power_of_2(5), power_of_2(8)) == (2, 2, 8, 8)
