@@ -47,11 +47,13 @@ class Sizes:
     context: int = 1024
     long_context: int = 8192
     rows: tuple[int, ...] = (1, 8, 64)
+    kv_dtypes: tuple[torch.dtype, ...] = (BF16, torch.int8, torch.float8_e4m3fn)
 
 
 SMOKE_SIZES = Sizes(
     *(64, 2, 1, 16, 64, 40, 2, 65, 2, 18, 18),
     rows=(1, 2),
+    kv_dtypes=(BF16, torch.float8_e4m3fn),
 )
 
 
@@ -100,7 +102,7 @@ def cases(sizes: Sizes) -> list[Callable[[], Case]]:
         lambda: _sample(s, s.rows[-2]),
         lambda: _move(s),
     ]
-    for dtype in (BF16, torch.int8, torch.float8_e4m3fn):
+    for dtype in s.kv_dtypes:
         made += [
             lambda dtype=dtype: _rope(s, s.many_rows, dtype),  # type: ignore[misc]
             lambda dtype=dtype: _decode(s, 1, s.long_context, dtype),  # type: ignore[misc]
@@ -109,7 +111,7 @@ def cases(sizes: Sizes) -> list[Callable[[], Case]]:
             lambda dtype=dtype: _prefill(s, s.many_rows, dtype),  # type: ignore[misc]
         ]
     for form in ("bf16", "int4", "int8", "fp8"):
-        for rows in (*s.rows, s.product_rows):
+        for rows in sorted({*s.rows, s.product_rows}):
             made.append(lambda form=form, rows=rows: _matmul(s, form, rows))  # type: ignore[misc]
     return made
 

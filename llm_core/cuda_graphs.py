@@ -22,7 +22,7 @@ SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Of the longest sequence: attention is launched for as many positions as there may be.
 LENGTH_BUCKETS = (2048, 8192, 32768, 131072)
-_MAX_ROWS = 512  # of a step: beyond, kernels take so long that launching them hides behind it
+MAX_ROWS = 512  # of a step: beyond, kernels take so long that launching them hides behind it
 _SPARE_ROWS = 8  # that a step may be padded with, besides as many as it has
 _NUM_WARM_UPS = 2  # runs before recording: kernels are compiled, workspaces allocated
 _RECORD_AT = 3  # the time a shape is seen at which it is worth recording
@@ -57,7 +57,7 @@ def shape_for(lengths: Sequence[int], longest: int, max_context: int) -> StepSha
     shape = StepShape(num_sequences, rows_each, min(bound, max_context))
     # What is padded with must not cost more than launching did: one long segment beside many
     # single rows would be paid by each of them.
-    if shape.num_rows > min(_MAX_ROWS, 2 * sum(lengths) + _SPARE_ROWS):
+    if shape.num_rows > min(MAX_ROWS, 2 * sum(lengths) + _SPARE_ROWS):
         return None
     return shape
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -20,18 +20,16 @@ from llm_core.quant.grouped import quantize_grouped, to_grouped
 
 GpuFormat = Literal["auto", "float32", "float16", "bfloat16", "int4", "int8", "fp8"]
 
+FORMATS: tuple[str, ...] = get_args(GpuFormat)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _GROUPS = (32, 64, 128, 256)
 
 
 def check_format(name: str) -> GpuFormat:
     """Raises ValueError for a name that is no format of this path."""
-    for known in GpuFormat.__args__:  # type: ignore[attr-defined]
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(
-        f"unknown weight format {name!r} for GPUs, expected {', '.join(GpuFormat.__args__)}"  # type: ignore[attr-defined]
-    )
+    if name not in FORMATS:
+        raise ValueError(f"weight format {name!r} is not one of GPUs: {', '.join(FORMATS)}")
+    return cast(GpuFormat, name)
 
 
 def compute_dtype(weight_format: GpuFormat, *, is_cuda: bool) -> torch.dtype:

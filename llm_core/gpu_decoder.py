@@ -21,16 +21,25 @@ from typing import Literal
 import torch
 
 from kernels.gpu import GpuOps, GpuWeight, KvPages
-from llm_core.batch import ForwardBatch, ForwardResult
+from llm_core.batch import ForwardBatch, ForwardResult, Segment
 from llm_core.config import ModelConfig
 from llm_core.cuda_batch import MAX_TREE_ROWS, StepLayout, StepTensors, layout_of, pack
-from llm_core.cuda_graphs import Capture, StepGraphs, StepShape, decode_shapes, shape_for
+from llm_core.cuda_graphs import (
+    MAX_ROWS,
+    Capture,
+    StepGraphs,
+    StepShape,
+    decode_shapes,
+    shape_for,
+)
 from llm_core.cuda_weights import GpuFormat, format_name, gpu_weight, num_bytes
 from llm_core.kv_cache import KvCache
 from llm_core.parallel.group import Alone, Collectives
 from llm_core.parallel.shards import head_rows
 from llm_core.quant.formats import Weight, stack_rows, to_float
 from llm_core.rope import rope_tables
+
+_WARM_UP_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +69,15 @@ class PackedStep:
     wants_features: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _GraphState:
-    """What stays in place for a shape: its input, and what it makes of it."""
+    """What stays in place for a shape: its input, and where its results go."""
 
     shape: StepShape
     layout: StepLayout
     words: torch.Tensor
-    logits: torch.Tensor | None = None
-    features: torch.Tensor | None = None
+    logits: torch.Tensor
+    features: torch.Tensor
 
 
 class _Layer:
@@ -143,7 +152,9 @@ class TritonDecoder:
         head = weights["embedding" if config.tie_embeddings else "head"]
         self._head = (
             self._embedding
-            if config.tie_embeddings and isinstance(head, torch.Tensor) and weight_format == "auto"
+            if config.tie_embeddings
+            and isinstance(head, torch.Tensor)
+            and weight_format not in ("int8", "fp8")
             else gpu_weight(head, weight_format, dtype, device)
         )
         ropes = rope_tables(config, max_context)
@@ -153,6 +164,8 @@ class TritonDecoder:
         self._cache: KvCache | None = None
         self._pages: list[KvPages] = []
         self._graphs: StepGraphs[_GraphState] | None = None
+        self._results: tuple[torch.Tensor, ...] = ()
+        self._num_warm = 0  # sequences for which decode steps are recorded
 
     @property
     def weight_format(self) -> str:
@@ -171,7 +184,9 @@ class TritonDecoder:
         """See ``model_choice.Model``."""
         assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
         self._feature_layers = layers
-        self._cache = None  # what was recorded computes other features
+        cache, self._cache = self._cache, None  # what was recorded computes other features
+        if cache is not None and self._num_warm:
+            self.warm_up(cache, self._num_warm)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Logits of ``batch.logit_rows``, and features, on the CPU; writes keys and values.
@@ -183,11 +198,19 @@ class TritonDecoder:
         return self.result(step, *self.run(step, cache))
 
     def warm_up(self, cache: KvCache, max_sequences: int) -> None:
-        """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it."""
+        """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it, and
+        has kernels compiled for a prompt's chunk, which is written into the pool's first blocks.
+        Nothing without graphs: what is interpreted is not compiled."""
         self._bind(cache)
-        if self._graphs is not None:
-            for shape in decode_shapes(max_sequences, self.max_context):
-                self._graphs.record(shape)
+        if self._graphs is None:
+            return
+        self._num_warm = max_sequences
+        for shape in decode_shapes(max_sequences, self.max_context):
+            self._graphs.record(shape)
+        num_rows = min(_WARM_UP_ROWS, self.max_context, cache.num_blocks * cache.block_size)
+        segment = Segment(tuple(range(-(-num_rows // cache.block_size))), 0, num_rows)
+        tokens = torch.zeros(num_rows, dtype=torch.int64)
+        self.forward(ForwardBatch(tokens, (segment,), torch.tensor([num_rows - 1])), cache)
 
     def pack(self, batch: ForwardBatch, cache: KvCache) -> PackedStep:
         """A step for ``run``, with the padding that its graph needs if it has one."""
@@ -213,7 +236,6 @@ class TritonDecoder:
             shape = step.shape
             if self._graphs.is_ready(shape):
                 state = self._graphs.replay(shape, lambda state: _fill(state.words, step.words))
-                assert state.logits is not None, "what was recorded made some"
                 return state.logits, state.features
             groups = shape_groups(shape)
         else:
@@ -245,6 +267,13 @@ class TritonDecoder:
             for data, scale in zip(cache.data.unbind(0), scales, strict=True)
         ]
         if self._capture is not None:
+            # All graphs leave their results here: as they take turns, their own memory can be the
+            # same. A row of logits is half a megabyte, and there are dozens of graphs.
+            num_features = len(self._feature_layers) * self.config.hidden_size
+            self._results = tuple(
+                torch.empty(MAX_ROWS, width, device=self.device)
+                for width in (self.config.vocab_size, num_features)
+            )
             self._graphs = StepGraphs(self._capture, self._make_state, self._run_state)
 
     def _make_state(self, shape: StepShape) -> _GraphState:
@@ -252,13 +281,16 @@ class TritonDecoder:
         layout = _layout(shape, self._cache.block_size)
         words = torch.zeros(layout.num_words, dtype=torch.int32, device=self.device)
         StepTensors.of(words, layout).slots.fill_(-1)  # all is padding
-        return _GraphState(shape, layout, words)
+        logits, features = (result[: shape.num_rows] for result in self._results)
+        return _GraphState(shape, layout, words, logits, features)
 
     def _run_state(self, state: _GraphState) -> None:
         inputs = StepTensors.of(state.words, state.layout)
-        state.logits, state.features = self._compute(
-            inputs, shape_groups(state.shape), self._feature_layers
-        )
+        groups = shape_groups(state.shape)
+        logits, features = self._compute(inputs, groups, self._feature_layers)
+        state.logits.copy_(logits)
+        if features is not None:
+            state.features.copy_(features)
 
     def _compute(
         self, inputs: StepTensors, groups: Sequence[AttentionGroup], taps: tuple[int, ...]

@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 
 from kernels import BackendName, select_backend
-from kernels.gpu import is_interpreted, load_ops, unavailable_reason
+from kernels.gpu import is_interpreted, load_ops, measuring, unavailable_reason
 from kernels.native import Library, NativeUnavailableError, load
 from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
 from llm_core.cuda_cache import GpuKvCache
 from llm_core.cuda_graphs import CudaCapture
-from llm_core.cuda_weights import check_format, compute_dtype
+from llm_core.cuda_weights import FORMATS, check_format, compute_dtype
 from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
 from llm_core.gpu_decoder import TritonDecoder
@@ -70,6 +70,8 @@ def make_model(
     ``triton`` or ``native`` is asked for and cannot be had, or the weights cannot be used.
     """
     no_gpu = why_no_gpu(options.backend)
+    if no_gpu is None and options.backend == "auto" and options.weight_format not in FORMATS:
+        no_gpu = f"weight format {options.weight_format} is the CPU's"
     if no_gpu is None:
         return _make_triton(config, weights, options, max_context)
     if options.group is not None:
@@ -136,7 +138,8 @@ def make_cache(
     cache = GpuKvCache(
         decoder.config, num_blocks, block_size, dtype, device=decoder.device, ops=decoder.ops
     )
-    decoder.warm_up(cache, max_sequences)
+    with measuring():
+        decoder.warm_up(cache, max_sequences)
     if isinstance(model, LeadModel):
         model.attach(cache)
     return cache

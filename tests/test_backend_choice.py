@@ -77,6 +77,17 @@ def test_a_card_can_be_left_alone(backend: ModelBackend, monkeypatch: pytest.Mon
     assert why_no_gpu("auto") is None
 
 
+def test_a_format_of_the_cpu_runs_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_choice, "unavailable_reason", lambda: None)
+    with caplog.at_level(logging.INFO, "llm_core.model_choice"):
+        make("auto", weight_format="w8a8")
+    assert caplog.messages[0].endswith("; weight format w8a8 is the CPU's")
+    with pytest.raises(ModelLoadError, match="'w8a8' is not one of GPUs: auto, float32"):
+        make("triton", weight_format="w8a8")
+
+
 def test_what_only_a_gpu_can_do_is_refused_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="fp8, which only the Triton kernels have"):
         make("torch", kv_dtype="fp8")

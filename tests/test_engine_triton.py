@@ -25,6 +25,9 @@ from llm_core.runner import ModelRunner
 from tests.random_llama import random_tokens, random_weights, tiny_config
 from tests.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer, write_tiny_gguf
 
+# Seconds on a quiet machine; the interpreter gets what others leave.
+pytestmark = pytest.mark.timeout(600)
+
 MODEL = tiny_config(
     num_layers=1, num_heads=2, num_kv_heads=1, vocab_size=len(TOKENS), context_len=128
 )
@@ -75,7 +78,7 @@ class _Told:
 
 def conversation(backend: ModelBackend) -> _Told:
     told = _Told(backend)
-    told.ask(1, "the user is in hell, in hell", 6)
+    told.ask(1, "the user is in hell, in hell", 5)
     told.step(lambda: 1 in told.cached)
     told.ask(2, "the user is in hell, in hell, hello?", 3)  # begins as the first
     told.ask(3, "hello the", 20)
@@ -98,7 +101,7 @@ def test_the_engine_says_what_it_says_on_torch() -> None:
 
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """Greedy tokens, a tree's logits and features, after copies and moves in the caches of both."""
+    """Greedy tokens, then a tree's logits and features, after copies and moves in both caches."""
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     shared = ModelRunner.load(
         EngineConfig(model_path=path, backend="triton", tensor_parallel=2, kv_cache_tokens=64)
@@ -109,9 +112,9 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     try:
         for runner in (shared, alone):
             runner.set_feature_layers((0, 2))
-        tokens = random_tokens(alone.config, 5).tolist()
+        tokens = random_tokens(alone.config, 3).tolist()
         start = 0
-        for _ in range(3):  # the greedy text
+        for _ in range(2):  # the greedy text
             row = torch.tensor([len(tokens) - start - 1])
             step = ForwardBatch(
                 torch.tensor(tokens[start:]), (Segment((1,), start, len(tokens) - start),), row
@@ -120,14 +123,14 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
             tokens.append(int(_same(shared, alone, step).argmax()))
         for runner in (shared, alone):
             runner.copy_block_rows(1, 3, 16)
-        tree = Segment((3,), start, 4, (-1, 0, 0, 2))
+        tree = Segment((3,), start, 3, (-1, 0, 0))
         drafts = ForwardBatch(
-            random_tokens(alone.config, 4, 7), (tree,), torch.arange(4), wants_features=True
+            random_tokens(alone.config, 3, 7), (tree,), torch.arange(3), wants_features=True
         )
         _same(shared, alone, drafts)
         for runner in (shared, alone):
-            runner.move_rows((3,), start, (0, 2, 3))
-        last = Segment((3,), start + 3, 1)
+            runner.move_rows((3,), start, (0, 2))
+        last = Segment((3,), start + 2, 1)
         _same(shared, alone, ForwardBatch(torch.tensor([9]), (last,), torch.tensor([0])))
     finally:
         shared.close()

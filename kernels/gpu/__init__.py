@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "SamplingInputs",
     "is_interpreted",
     "load_ops",
+    "measuring",
     "pack_float8",
     "pack_int4",
     "pack_int8",
@@ -86,3 +88,13 @@ def load_ops(name: OpsName = "triton") -> GpuOps:
     from kernels.gpu import triton_ops
 
     return triton_ops
+
+
+def measuring() -> AbstractContextManager[None]:
+    """Launch parameters that are not known for this card are measured inside, and kept: see
+    ``tuning``. Nothing is under the interpreter. Raises ImportError as ``load_ops``."""
+    if is_interpreted():
+        return nullcontext()
+    from kernels.gpu.tuning import TUNER
+
+    return TUNER.measuring()
