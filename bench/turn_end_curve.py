@@ -1,6 +1,6 @@
 """Latency against cut-offs for every sign of the end of a turn: fits the weights, draws the curve.
 
-    python bench/turn_end_curve.py events.jsonl docs/turn-end.svg
+    PYTHONPATH=. python bench/turn_end_curve.py events.jsonl docs/turn-end.svg
 
 Reads what bench/turn_end_events.py wrote. Scores are cross-validated: no speaker is judged by
 weights that have heard them. For every sign the short wait is 200 ms and the long one 1,100 ms, and

@@ -1,6 +1,8 @@
 """Pauses in recordings, and what is known at each: the data behind docs/turn-end.svg.
 
-    python bench/turn_end_events.py ../shared/data events.jsonl
+    PYTHONPATH=. python bench/turn_end_events.py ../shared/data events.jsonl [NUM]
+
+NUM: only so many recordings and prompts of each kind, to try it out.
 
 Every recording gives its own pauses and its end; into most of them pauses of 0.6 to 1 s are spliced
 at random words, and prompts are spoken by the installed voice and treated the same. One JSON object
@@ -44,10 +46,11 @@ _SENTENCE_ENDS = (".", "?", "!")
 def main() -> None:
     """Collect all pauses of the data folder."""
     data, out = Path(sys.argv[1]), Path(sys.argv[2])
-    asyncio.run(_collect(data, out))
+    most = int(sys.argv[3]) if len(sys.argv) > 3 else _NUM_PROMPTS
+    asyncio.run(_collect(data, out, most))
 
 
-async def _collect(data: Path, out: Path) -> None:
+async def _collect(data: Path, out: Path, most: int) -> None:
     settings = load_settings()
     store = ModelStore(settings.home)
     recognizer = Recognizer(store.resolve(settings.asr_model))
@@ -57,7 +60,7 @@ async def _collect(data: Path, out: Path) -> None:
     engine = await EngineClient.start(config)
     try:
         with out.open("w") as file:
-            for name, kind, samples in _recordings(data, voice):
+            for name, kind, samples in _recordings(data, voice, most):
                 words = _words(recognizer, samples)
                 for at, audio in _spliced(samples, words, kind, rng):
                     for event in _pauses(audio, vad, recognizer, words, at):
@@ -68,14 +71,16 @@ async def _collect(data: Path, out: Path) -> None:
         await engine.close()
 
 
-def _recordings(data: Path, voice: Synthesizer) -> Iterator[tuple[str, str, Samples]]:
+def _recordings(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:
     for kind in ("speech", "hard"):
-        for path in sorted((data / kind).iterdir()):
-            # Announcements, several voices at once, codecs of the 1990s: no callers.
-            if path.suffix == ".ulaw" or path.name.startswith(
-                ("ivr", "overlap", "stereo", "st48", "c2_")
-            ):
-                continue
+        # Announcements, several voices at once, codecs of the 1990s: no callers.
+        paths = [
+            path
+            for path in sorted((data / kind).iterdir())
+            if path.suffix != ".ulaw"
+            and not path.name.startswith(("ivr", "overlap", "stereo", "st48", "c2_"))
+        ]
+        for path in paths[:most]:
             samples, rate = read_audio(path)
             yield path.name, kind, _to_speech_rate(samples, rate)
     prompts = [
@@ -85,7 +90,7 @@ def _recordings(data: Path, voice: Synthesizer) -> Iterator[tuple[str, str, Samp
     ]
     random.Random(1).shuffle(prompts)
     lead = np.zeros(SPEECH_RATE // 3, np.float32)
-    for number, prompt in enumerate(prompts[:_NUM_PROMPTS]):
+    for number, prompt in enumerate(prompts[:most]):
         text = prompt.strip()
         mark = "?" if text.split()[0].lower() in _ASKING else "."
         spoken = voice.synthesize(text[0].upper() + text[1:] + mark)

@@ -1,7 +1,17 @@
-"""Faults that systems of this kind keep having: turn-taking, barge-in, recogniser.
+"""Faults that systems of this kind keep having: turn-taking, barge-in, audio, recogniser.
 
-The numbers are those of the design's list of pitfalls. Not repeated is what has tests of its own:
-21 and 22 in test_session*.py, 20 in test_barge_in.py, 34 in test_markdown.py and test_normalize.py.
+The numbers are those of the design's list of pitfalls. Which test is about which:
+
+    15-19  here
+    20     test_barge_in (counting interrupted after five; "mhm"; 200 random interruptions)
+    21     here, test_phone_playout (an interruption after all was sent still cuts)
+    22     test_session (truncate tells better than the clock), test_phone_playout (marks)
+    23     here
+    24     here (telephone audio), test_webrtc_opus (channels are mixed down), test_wav (stereo)
+    25     here, test_codecs, test_session_faults (odd bytes), test_phone_playout (part of a frame)
+    26     test_resample (any cutting is the same signal; flush)
+    32, 33 here, integration/test_asr_real (noise, loops, threads with their own words)
+    34     test_markdown (every cut in two), test_normalize, test_clause_chunker
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ import pytest
 from app.conversation.events import (
     IdleTimedOut,
     InputCommitted,
+    PlaybackCut,
     ResponseDone,
     ResponseStarted,
     TranscriptionCompleted,
@@ -22,8 +33,10 @@ from app.conversation.events import (
 )
 from app.conversation.recognition import BusyRecognizerError, Recognition, Urgency
 from app.conversation.session_config import TurnDetection
+from app.conversation.tools import ToolBox, tool
 from audio.asr import Transcript
 from audio.asr_agreement import Agreement, rest_after
+from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat, decode, encode
 from tests.fakes import (
     InlineExecutor,
     ScriptedEngine,
@@ -102,6 +115,28 @@ async def test_18_the_idle_prompt_waits_for_the_end_of_what_is_going_on() -> Non
         assert "silent" in engine.requests[-1][0].content
 
 
+async def test_18_no_idle_prompt_in_a_tool_call() -> None:
+    let_go = asyncio.Event()
+
+    @tool
+    async def look_up(what: str) -> str:
+        """Look something up."""
+        await let_go.wait()
+        return f"a {what}"
+
+    wanted = '<tool_call>{"name": "look_up", "arguments": {"what": "cat"}}</tool_call>'
+    engine = ScriptedEngine(wanted, "It is a cat.", "Are you still there?")
+    tools = ToolBox([look_up])
+    async with call(engine, "What is it?", turn_detection=IDLE, server=tools) as c:
+        await c.ask()
+        await c.clock.advance(20)
+        assert c.out.of(IdleTimedOut) == []
+        let_go.set()
+        await c.clock.advance(3)
+        assert c.messages()[-1].content == "It is a cat."
+        assert c.out.of(IdleTimedOut) == []
+
+
 async def test_18_nobody_is_asked_for_ever() -> None:
     engine = ScriptedEngine("It is late.", "Are you still there?")
     async with call(engine, "What time is it?", turn_detection=IDLE) as c:
@@ -128,6 +163,30 @@ async def test_19_the_first_words_at_connect_are_kept(detection: TurnDetection) 
         assert len(c.out.of(ResponseDone)) == 1
 
 
+async def test_21_after_all_audio_was_sent_an_interruption_still_silences_the_player() -> None:
+    async with call(ScriptedEngine("Twenty letters here."), "Why?", "Stop it.") as c:
+        await c.session.create_response()
+        await c.clock.advance(0.4)
+        assert c.out.of(ResponseDone), "all was sent, half of it is still to be heard"
+        await c.hear(voice(0.3))
+        assert c.out.of(PlaybackCut)
+        heard = c.messages()[0].content
+        assert heard != "Twenty letters here." and "Twenty letters here.".startswith(heard)
+
+
+async def test_21_mhm_after_all_audio_was_sent_costs_no_more_than_the_lead() -> None:
+    engine = ScriptedEngine("One two three four five six seven eight nine ten eleven twelve.")
+    async with call(engine, "Count.", "Mhm.", turn_detection=SEMANTIC) as c:
+        await c.ask()
+        while not c.out.of(ResponseDone):
+            await c.clock.advance(0.1)
+        item = c.out.of(ResponseDone)[0].response.output[0]
+        sent_ms = item.content[0].audio_ms
+        await c.hear(voice(0.3) + silence(1.0))
+        await c.clock.advance(3)
+        assert sent_ms - 1_000 <= item.content[0].audio_ms <= sent_ms
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 0.9, 2.5])
 async def test_23_after_an_interruption_the_talk_goes_on(after_s: float) -> None:
     engine = ScriptedEngine("One two three four five six seven.", "Yes.", "Good.")
@@ -140,6 +199,35 @@ async def test_23_after_an_interruption_the_talk_goes_on(after_s: float) -> None
         await c.clock.advance(5)
         assert c.out.of(ResponseDone)[-1].response.status == "completed"
         assert c.messages()[-1].content == "Good."
+
+
+@pytest.mark.parametrize("telephone", [PCMU_8K, PCMA_8K])
+async def test_24_telephone_audio_is_as_long_for_the_models_as_it_was(
+    telephone: AudioFormat,
+) -> None:
+    engine = ScriptedEngine("Hi.")
+    async with call(engine, "Hello there.", input_format=telephone) as c:
+        spoken = decode(voice(0.8) + silence(0.9), PCM16_24K)[::3]
+        payload = encode(spoken, telephone)
+        for start in range(0, len(payload), 160):
+            await c.clock.advance(0.02)
+            await c.session.append_audio(payload[start : start + 160], c.clock.now_ns())
+        await c.clock.advance(3)
+        assert len(c.out.of(ResponseDone)) == 1
+        # The voice, some padding in front and the pause behind; twice that would be half speed.
+        assert 0.8 <= c.recognizer.heard_s[-1] <= 1.4
+
+
+@pytest.mark.parametrize("num_samples", [24_000, 24_001, 25_003, 27_119])
+async def test_25_the_last_samples_of_a_turn_are_heard(num_samples: int) -> None:
+    async with call(ScriptedEngine("Hi."), "Hello there.", turn_detection=None) as c:
+        payload = voice(2.0)[: 2 * num_samples]
+        for start in range(0, len(payload), 962):
+            await c.session.append_audio(payload[start : start + 962], c.clock.now_ns())
+        await c.session.commit_audio()
+        await c.clock.advance(1)
+        # The resampler has its last 10 ms inside.
+        assert c.recognizer.heard_s[-1] == pytest.approx(num_samples / 24_000, abs=0.0125)
 
 
 async def test_32_noise_that_the_recogniser_rejects_says_nothing() -> None:
