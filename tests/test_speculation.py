@@ -23,7 +23,7 @@ from llm_core.messages import (
 )
 from llm_core.speculative.control import FixedController
 from llm_core.speculative.drafter import DraftShape
-from tests.fakes import GuessingDrafter
+from tests.fake_drafter import GuessingDrafter
 from tests.test_engine import (
     EOS,
     FakeRunner,
@@ -146,7 +146,7 @@ def all_texts(engine: Engine, count: int) -> dict[int, list[Any]]:
             {"temperature": 1.0, "seed": i, "repetition_penalty": 1.3},
             {"frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {70: 3.0}},
         ][i % 4]
-        submit(engine, i, "tell me " * (1 + 3 * i), **params)
+        submit(engine, i, "tell me" + "!" * i, **params)
     found: dict[int, list[Any]] = {}
     for number, event in drain(engine):
         if isinstance(event, FirstToken):
@@ -160,15 +160,15 @@ def all_texts(engine: Engine, count: int) -> dict[int, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("num_blocks", [100, 11])
+@pytest.mark.parametrize("num_blocks", [100, 12])
 def test_many_at_once_also_with_preemption(num_blocks: int) -> None:
-    """Of 11 blocks, some requests have to give theirs up while they verify drafts."""
+    """Of 12 blocks, some requests have to give theirs up while they verify drafts."""
     options: dict[str, Any] = {"max_sequences": 4}
     plain = all_texts(make_engine(FakeRunner(num_blocks=100), **options), 6)
     engine, _ = speculating(FakeRunner(num_blocks=num_blocks), **options)
     assert all_texts(engine, 6) == plain
     stats = engine.stats()
-    assert (stats.total_preempted > 0) == (num_blocks == 11)
+    assert (stats.total_preempted > 0) == (num_blocks == 12)
     assert stats.speculation.num_accepted > 20
 
 
