@@ -61,7 +61,8 @@ def greedy(path: str, prompts: list[str], num_tokens: int, num_threads: int) -> 
             rows.append(at - 1)
             starts[i] += len(new)
         batch = ForwardBatch(torch.tensor(token_ids), tuple(segments), torch.tensor(rows))
-        for i, token in zip(waiting, runner.forward(batch).argmax(-1).tolist(), strict=True):
+        tokens = runner.forward(batch).logits.argmax(-1).tolist()
+        for i, token in zip(waiting, tokens, strict=True):
             replies[i].append(token)
         waiting = [
             i for i in waiting if len(replies[i]) < num_tokens and replies[i][-1] not in ends

@@ -36,7 +36,7 @@ def read_logprobs(runner: ModelRunner, token_ids: torch.Tensor) -> torch.Tensor:
     for start in range(0, len(token_ids), CHUNK):
         chunk = token_ids[start : start + CHUNK]
         batch = ForwardBatch(chunk, (Segment(blocks, start, len(chunk)),), torch.arange(len(chunk)))
-        rows.append(torch.log_softmax(runner.forward(batch), -1).half())
+        rows.append(torch.log_softmax(runner.forward(batch).logits, -1).half())
     return torch.cat(rows)
 
 

@@ -6,6 +6,7 @@ copied to be beside another one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,26 @@ def first_visible(start: int, window: int | None) -> int:
     """The first position that the row at position ``start`` sees: of the last ``window`` positions,
     its own among them, or of all."""
     return 0 if window is None else max(0, start - window + 1)
+
+
+def tree_mask(start: int, parents: Sequence[int], window: int | None) -> torch.Tensor:
+    """bool [length, L], as ``causal_mask``, for rows of which each follows row ``parents[row]`` or,
+    with -1, what lies before ``start``: True for positions before ``start``, for the rows that it
+    descends from and for itself, unless ``window`` or more places of the text lie between."""
+    length = len(parents)
+    first = first_visible(start, window)
+    mask = torch.zeros(length, start + length - first, dtype=torch.bool)
+    depths: list[int] = []
+    for row, parent in enumerate(parents):
+        depth = 0 if parent < 0 else depths[parent] + 1
+        depths.append(depth)
+        least = 0 if window is None else max(0, start + depth - window + 1)
+        mask[row, max(least, first) - first : start - first] = True
+        ancestor = row
+        while ancestor >= 0 and start + depths[ancestor] >= least:
+            mask[row, start - first + ancestor] = True
+            ancestor = parents[ancestor]
+    return mask
 
 
 def causal_mask(start: int, length: int, window: int | None) -> torch.Tensor:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels import Backend
-from kernels.attention import KvRun, first_visible
-from llm_core.batch import ForwardBatch, Segment
+from kernels.attention import KvRun, first_visible, tree_mask
+from llm_core.batch import ForwardBatch, ForwardResult, Segment, tree_depths
 from llm_core.config import ModelConfig
 from llm_core.kv_cache import KvCache
 from llm_core.quant.formats import Weight, float_rows, stack_rows, to_float
@@ -89,6 +89,13 @@ def _norm(backend: Backend, config: ModelConfig, weight: Weight) -> Norm:
     return backend.make_rms_norm(to_float(weight), config.rms_eps)
 
 
+def _rotations(table: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The rows of a RoPE table for the places in the text of a segment's rows."""
+    if segment.parents is None:
+        return table[segment.start : segment.end]
+    return table[[segment.start + depth for depth in tree_depths(segment.parents)]]
+
+
 class Decoder:
     """Weights in place, ready to run. ``weights`` is read once, entry by entry, and not kept."""
 
@@ -114,34 +121,53 @@ class Decoder:
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         self._has_full_layers = None in windows
         self._window = next((window for window in windows if window is not None), None)
+        self._feature_layers: tuple[int, ...] = ()
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """See ``model_choice.Model``."""
+        assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
+        self._feature_layers = layers
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, and features; writes the rows' keys and values.
 
         Call under inference mode. Sources: Touvron et al. 2023 (Llama), Ainslie et al. 2023 (GQA),
         Gemma Team 2024 (Gemma 2).
         """
         step = _Step(cache, cache.positions(batch), self._spans(batch, cache))
         rotations = [
-            torch.cat([table[s.start : s.end] for s in batch.segments])
+            torch.cat([_rotations(table, segment) for segment in batch.segments])
             for table in self._ropes.tables
         ]
         hidden = self._embed(batch.token_ids)
         last_layer = len(self._layers) - 1
+        taps = self._feature_layers if batch.wants_features else ()
+        tapped: dict[int, torch.Tensor] = {}
+        # Beyond the last attention rows do not meet: there only those asked for go on.
+        all_go_on = any(layer >= last_layer for layer in taps)
         for index, layer in enumerate(self._layers):
             qkv = layer.query_key_value(layer.attention_norm(hidden))
             table = rotations[self._ropes.layer_table[index]]
             attended = self._attend(self._prepared(qkv, layer), table, step, index)
-            if index == last_layer:  # beyond here rows do not meet: keep only those asked for
+            if index == last_layer and not all_go_on:
                 attended = attended.index_select(0, batch.logit_rows)
                 hidden = hidden.index_select(0, batch.logit_rows)
             output = layer.attention_output(attended)
             hidden.add_(layer.attention_post_norm(output) if layer.attention_post_norm else output)
             output = layer.down(self._gated(layer.gate_up(layer.ffn_norm(hidden))))
             hidden.add_(layer.ffn_post_norm(output) if layer.ffn_post_norm else output)
-        logits = self._head(self._final_norm(hidden))
+            if index in taps:
+                tapped[index] = hidden.clone()
+        normed = self._final_norm(hidden)
+        tapped[len(self._layers)] = normed
+        if all_go_on:
+            normed = normed.index_select(0, batch.logit_rows)
+        logits = self._head(normed)
         cap = self.config.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        features = torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+        return ForwardResult(logits, features)
 
     def _spans(self, batch: ForwardBatch, cache: KvCache) -> list[_Span]:
         spans = []
@@ -156,7 +182,10 @@ class Decoder:
 
     def _visible(self, segment: Segment, cache: KvCache, window: int | None) -> _Visible:
         first = first_visible(segment.start, window)
-        mask = self._backend.attention_mask(segment.start, segment.length, window)
+        if segment.parents is not None and segment.is_tree:
+            mask: torch.Tensor | None = tree_mask(segment.start, segment.parents, window)
+        else:
+            mask = self._backend.attention_mask(segment.start, segment.length, window)
         return _Visible(cache.runs(segment.block_ids, first, segment.end), mask)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

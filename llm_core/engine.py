@@ -356,7 +356,7 @@ class Engine:
         start_ns = self._clock()
         for copy in plan.copies:
             self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
-        logits = self._runner.forward(_batch(plan))
+        logits = self._runner.forward(_batch(plan)).logits
         self._learn(plan.num_rows, self._clock() - start_ns)
         return logits
 

@@ -62,7 +62,7 @@ class KvCache:
         """int64 [T]: where in the pool each row of ``batch`` is kept."""
         return torch.tensor(
             [
-                segment.block_ids[at // self.block_size] * self.block_size + at % self.block_size
+                self._place(segment.block_ids, at)
                 for segment in batch.segments
                 for at in range(segment.start, segment.end)
             ],
@@ -90,6 +90,23 @@ class KvCache:
         for pool in (self.data, self.scales):
             if pool is not None:
                 pool[:, :, dst : dst + num_rows] = pool[:, :, src : src + num_rows]
+
+    def move_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[int]) -> None:
+        """Makes accepted rows of a tree consecutive: what is kept at position start + rows[i] of
+        the sequence in ``block_ids`` goes to start + i. ``rows`` ascend."""
+        moves = [(start + row, start + i) for i, row in enumerate(rows) if row != i]
+        if not moves:
+            return
+        src, dst = (
+            torch.tensor([self._place(block_ids, at) for at in side], device=self.data.device)
+            for side in zip(*moves, strict=True)
+        )
+        for pool in (self.data, self.scales):
+            if pool is not None:
+                pool.index_copy_(2, dst, pool.index_select(2, src))
+
+    def _place(self, block_ids: Sequence[int], at: int) -> int:
+        return block_ids[at // self.block_size] * self.block_size + at % self.block_size
 
     def _views(self, start: int, stop: int) -> Iterator[KvRun]:
         heads = self._num_kv_heads

@@ -13,7 +13,7 @@ import torch
 
 from kernels import BackendName, select_backend
 from kernels.native import Library, NativeUnavailableError, load
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
 from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
@@ -29,9 +29,13 @@ logger = logging.getLogger("llm_core.model_choice")
 class Model(Protocol):
     """What computes a step: ``Decoder``, or another one with the same mathematics."""
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, and features if wanted; writes the rows' keys and values
         into ``cache``. Called under inference mode."""
+
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """Which hidden states are features: i is the residual stream after layer i, num_layers
+        what the final norm makes of the last. Set once, before the first batch that wants them."""
 
 
 @dataclass(frozen=True, slots=True)

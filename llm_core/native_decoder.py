@@ -14,7 +14,7 @@ import torch
 
 from kernels.native import Library, PackedMatrix
 from kernels.native import library as native
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
 from llm_core.kv_cache import KvCache
 from llm_core.quant.formats import Weight, to_float
@@ -31,6 +31,8 @@ _ERRORS = {
     3: "a logit row is outside the batch",
     4: "a block id is outside the KV pool",
     5: "a segment is empty, beyond the context, or the row counts disagree",
+    6: "a feature layer is outside the model",
+    7: f"a tree has more than {native.MAX_TREE_ROWS} rows, or a row's parent is not before it",
 }
 
 
@@ -62,6 +64,7 @@ class NativeDecoder:
         self.config = config
         self._functions = library.functions
         self._session = None
+        self._taps = np.empty(0, dtype=np.int32)
         self._tensors: list[torch.Tensor] = []  # what the structures point at
         self._matrices: list[PackedMatrix] = []
         self._pool = library.pool(num_threads)
@@ -90,32 +93,52 @@ class NativeDecoder:
         head = f"int{self._model.head.bits}"
         return layers if layers == head else f"{layers}+{head} head"
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """float32 logits [R, vocab_size] of ``batch.logit_rows``; writes the rows' keys and values.
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """See ``model_choice.Model``."""
+        assert all(0 <= layer <= self.config.num_layers for layer in layers), "no such layer"
+        self._taps = np.array(layers, dtype=np.int32)
+
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, features of all rows; writes their keys and values.
 
         Raises IndexError for indices outside their range, MemoryError.
         """
         segments: list[int] = []
         block_ids: list[int] = []
+        parents: list[int] = []
+        has_trees = any(segment.is_tree for segment in batch.segments)
         for segment in batch.segments:
             if len(segment.block_ids) * cache.block_size < segment.end:
                 raise IndexError(f"{segment} has too few blocks for its positions")
-            segments += [segment.start, segment.length, len(block_ids)]
+            if segment.parents is not None and len(segment.parents) != segment.length:
+                raise IndexError(f"{segment} is a tree of another number of rows")
+            segments += [segment.start, segment.length, len(block_ids), segment.is_tree]
             block_ids += segment.block_ids
+            if has_trees:
+                parents += segment.parents or range(-1, segment.length - 1)
         segment_array = np.array(segments, dtype=np.int32)
         block_array = np.array(block_ids, dtype=np.int32)
+        parent_array = np.array(parents, dtype=np.int32)
         token_ids, logit_rows = batch.token_ids.contiguous(), batch.logit_rows.contiguous()
         assert token_ids.dtype == logit_rows.dtype == torch.int64
+        num_rows, hidden_size = token_ids.shape[0], self.config.hidden_size
         logits = torch.empty(logit_rows.shape[0], self.config.vocab_size)
+        features = None
+        if batch.wants_features and len(self._taps):
+            features = torch.empty(num_rows, len(self._taps) * hidden_size)
         call = native.Batch(
-            token_ids.data_ptr(),
-            logit_rows.data_ptr(),
-            segment_array.ctypes.data,
-            block_array.ctypes.data,
-            logits.data_ptr(),
-            token_ids.shape[0],
-            logit_rows.shape[0],
-            len(batch.segments),
+            token_ids=token_ids.data_ptr(),
+            logit_rows=logit_rows.data_ptr(),
+            segments=segment_array.ctypes.data,
+            parents=parent_array.ctypes.data if has_trees else None,
+            block_ids=block_array.ctypes.data,
+            taps=self._taps.ctypes.data,
+            logits=logits.data_ptr(),
+            features=None if features is None else features.data_ptr(),
+            num_rows=num_rows,
+            num_logits=logit_rows.shape[0],
+            num_segments=len(batch.segments),
+            num_taps=0 if features is None else len(self._taps),
         )
         pool = native.Cache(
             cache.data.data_ptr(),
@@ -127,7 +150,7 @@ class NativeDecoder:
         result = self._functions.pn_forward(self._session, pool, call)
         if result != 0:
             raise (MemoryError if result == 1 else IndexError)(_ERRORS[result])
-        return logits
+        return ForwardResult(logits, features)
 
     def start_profile(self) -> None:
         """From now on time is added up by kind of phase; reading the clock costs some 20 us."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
 from kernels import BackendName
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
@@ -125,8 +125,12 @@ class ModelRunner:
             num_threads=self._num_threads,
         )
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 logits [R, vocab_size], one row for each of ``batch.logit_rows``.
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """See ``model_choice.Model``."""
+        self._model.set_feature_layers(layers)
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, and features if wanted.
 
         Positions before a segment's start must have been computed into its blocks; anything that
         its blocks hold from there on is overwritten.
@@ -142,6 +146,12 @@ class ModelRunner:
         with torch.inference_mode():
             self._cache.copy_rows(src_block, dst_block, num_rows)
 
+    def move_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[int]) -> None:
+        """Keeps of a tree's rows at ``start`` these, one after another. See ``KvCache``."""
+        assert list(rows) == sorted(set(rows)) and all(row >= 0 for row in rows), "rows ascend"
+        with torch.inference_mode():
+            self._cache.move_rows(block_ids, start, rows)
+
     def _check(self, batch: ForwardBatch) -> None:
         written: list[int] = []
         for segment in batch.segments:
@@ -151,6 +161,11 @@ class ModelRunner:
                 f"{segment} lacks blocks"
             )
             assert 0 <= min(segment.block_ids) <= max(segment.block_ids) < self.num_blocks
+            if segment.parents is not None:
+                assert len(segment.parents) == segment.length, "each row of a tree has a parent"
+                assert all(-1 <= p < row for row, p in enumerate(segment.parents)), (
+                    f"a row of a tree follows one before it: {segment.parents}"
+                )
             first, last = segment.start // self.block_size, (segment.end - 1) // self.block_size
             written += segment.block_ids[first : last + 1]
         assert len(set(written)) == len(written) > 0, "a block is written twice, or nothing is"

@@ -68,7 +68,8 @@ def run_chunk(
     if block_ids is None:
         block_ids = tuple(range(-(-(start + tokens.shape[0]) // runner.block_size)))
     segment = Segment(block_ids, start, tokens.shape[0])
-    return runner.forward(ForwardBatch(tokens, (segment,), torch.arange(tokens.shape[0]))).clone()
+    batch = ForwardBatch(tokens, (segment,), torch.arange(tokens.shape[0]))
+    return runner.forward(batch).logits.clone()
 
 
 def transformers_llama(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels import BackendName
+from kernels import BackendName, reference
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.config import ModelConfig
-from tests.random_llama import blocks, random_tokens, run_chunk, tiny_config, tiny_runner
+from llm_core.runner import ModelRunner
+from tests.random_llama import (
+    blocks,
+    random_tokens,
+    random_weights,
+    run_chunk,
+    tiny_config,
+    tiny_runner,
+)
 
 CONFIGS = {
     "gqa": tiny_config(),
@@ -75,7 +85,7 @@ def test_mixed_batch_equals_separate_runs() -> None:
         torch.arange(19),
     )
     expected = torch.cat((alone[2][4:], alone[1][10:], alone[0]))
-    torch.testing.assert_close(runner.forward(batch), expected, **TOLERANCE)
+    torch.testing.assert_close(runner.forward(batch).logits, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -104,7 +114,7 @@ def test_shared_prefix_blocks_serve_two_segments_of_one_batch() -> None:
     runner = tiny_runner(config)
     run_chunk(runner, shared, block_ids=(3, 4))
     segments = (Segment((3, 4, 9), 32, 5), Segment((3, 4, 5), 32, 5))
-    both = runner.forward(ForwardBatch(torch.cat(ends), segments, torch.arange(10)))
+    both = runner.forward(ForwardBatch(torch.cat(ends), segments, torch.arange(10))).logits
     torch.testing.assert_close(both, torch.cat(expected), **TOLERANCE)
 
 
@@ -113,7 +123,8 @@ def test_logit_rows_select_and_order() -> None:
     tokens = random_tokens(config, 9)
     every = run_chunk(tiny_runner(config), tokens)
     rows = torch.tensor([8, 0, 3])
-    some = tiny_runner(config).forward(ForwardBatch(tokens, (Segment(blocks(0), 0, 9),), rows))
+    batch = ForwardBatch(tokens, (Segment(blocks(0), 0, 9),), rows)
+    some = tiny_runner(config).forward(batch).logits
     torch.testing.assert_close(some, every[rows], **TOLERANCE)
 
 
@@ -125,8 +136,86 @@ def test_no_logit_rows_still_fills_the_cache() -> None:
     nothing = runner.forward(
         ForwardBatch(tokens[:8], (Segment(blocks(0), 0, 8),), torch.empty(0, dtype=torch.int64))
     )
-    assert nothing.shape == (0, config.vocab_size)
+    assert nothing.logits.shape == (0, config.vocab_size)
     torch.testing.assert_close(run_chunk(runner, tokens[8:], start=8), expected, **TOLERANCE)
+
+
+# Parents of the rows, and the length of the text before.
+TREES = {
+    "chain": ((-1, 0, 1, 2, 3), 13),
+    "star": ((-1, 0, 0, 0, 0), 2),
+    "two_roots": ((-1, -1, 0, 1, 1, 2, 5, 3, 7, 8), 0),
+    "deep": ((-1, 0, 1, 1, 3, 4, 0, 6, 5, 8, 9, 10, 2), 13),
+}
+
+
+def path_of(parents: tuple[int, ...], row: int) -> list[int]:
+    path = []
+    while row >= 0:
+        path.insert(0, row)
+        row = parents[row]
+    return path
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(("parents", "start"), TREES.values(), ids=TREES.keys())
+def test_each_path_of_a_tree_equals_a_text_of_its_own(
+    config: ModelConfig, parents: tuple[int, ...], start: int
+) -> None:
+    """Beside a prompt's chunk, in scattered blocks; and its rows can be kept as a text."""
+    prefix, drafts = random_tokens(config, start), random_tokens(config, len(parents), 2)
+    runner = tiny_runner(config)
+    table = (9, 3, 12)
+    if start:
+        run_chunk(runner, prefix, block_ids=table)
+    other = random_tokens(config, 7, 3)
+    tree = Segment(table, start, len(parents), parents)
+    batch = ForwardBatch(
+        torch.cat((other, drafts)),
+        (Segment((5,), 0, 7), tree),
+        torch.arange(6, 7 + len(parents)),
+    )
+    logits = runner.forward(batch).logits
+    alone = tiny_runner(config)
+    torch.testing.assert_close(logits[:1], run_chunk(alone, other)[-1:], **TOLERANCE)
+    for row in range(len(parents)):
+        path = path_of(parents, row)
+        text = torch.cat((prefix, drafts[path]))
+        torch.testing.assert_close(logits[1 + row], run_chunk(alone, text)[-1], **TOLERANCE)
+    path = path_of(parents, len(parents) - 1)
+    after = random_tokens(config, 2, 4)
+    runner.move_rows(table, start, path)
+    kept = run_chunk(runner, after, block_ids=table, start=start + len(path))
+    expected = run_chunk(alone, torch.cat((prefix, drafts[path], after)))[-2:]
+    torch.testing.assert_close(kept, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1,), (2, 0), (0,)])
+@pytest.mark.parametrize("name", ["gqa", "gemma"])
+def test_features_are_the_states_between_layers(name: str, layers: tuple[int, ...]) -> None:
+    """Of all rows, whichever have logits; a model of fewer layers is what a layer's state is."""
+    config = CONFIGS[name]
+    tokens = random_tokens(config, 9)
+    weights = random_weights(config)
+    runner = ModelRunner(config, weights)
+    runner.set_feature_layers(layers)
+    segment, rows = Segment((0,), 0, 9), torch.tensor([8, 3])
+    result = runner.forward(ForwardBatch(tokens, (segment,), rows, wants_features=True))
+    plain = runner.forward(ForwardBatch(tokens, (segment,), rows))
+    assert plain.features is None and result.features is not None
+    torch.testing.assert_close(result.logits, plain.logits, **TOLERANCE)
+    assert result.features.shape == (9, len(layers) * config.hidden_size)
+    for layer, states in zip(layers, result.features.chunk(len(layers), 1), strict=True):
+        cut = min(layer + 1, config.num_layers)
+        sliding = config.layer_is_sliding[:cut] if config.layer_is_sliding else ()
+        shallow = replace(config, num_layers=cut, layer_is_sliding=sliding, logit_softcap=None)
+        through_norm = run_chunk(ModelRunner(shallow, weights), tokens)
+        if layer < config.num_layers:
+            norm = reference.rms_norm(states, weights["final_norm"], config.rms_eps)
+        else:
+            norm = states
+        head = weights["embedding" if config.tie_embeddings else "head"]
+        torch.testing.assert_close(norm @ head.T, through_norm, atol=1e-4, rtol=1e-4)
 
 
 def test_position_zero_does_not_depend_on_later_tokens() -> None:

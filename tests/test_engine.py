@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.chat_template import ChatTemplate
 from llm_core.config import ModelConfig
 from llm_core.engine import Engine
@@ -91,28 +91,36 @@ class FakeRunner:
         src, dst = src_block * self.block_size, dst_block * self.block_size
         self._kv[dst : dst + num_rows] = self._kv[src : src + num_rows]
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def move_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[int]) -> None:
+        kept = [self._kv[self._place(block_ids, start + row)] for row in rows]
+        for at, row in enumerate(kept, start):
+            self._kv[self._place(block_ids, at)] = row
+
+    def _place(self, block_ids: Sequence[int], position: int) -> int:
+        block, row = divmod(position, self.block_size)
+        return block_ids[block] * self.block_size + row
+
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
         prefixes = []
         ids = iter(batch.token_ids.tolist())
         for segment in batch.segments:
             assert 0 < segment.end <= self.max_context
-
-            def place(position: int, blocks: tuple[int, ...] = segment.block_ids) -> int:
-                block, row = divmod(position, self.block_size)
-                return blocks[block] * self.block_size + row
-
-            prefix = self._kv[place(segment.start - 1)] if segment.start else ()
-            assert len(prefix) == segment.start, "rows before the segment are computed"
-            for position in range(segment.start):
-                assert self._kv[place(position)] == prefix[: position + 1], "of this sequence"
-            for position in range(segment.start, segment.end):
-                prefix = (*prefix, next(ids))
-                self._kv[place(position)] = prefix
-                prefixes.append(list(prefix))
+            blocks, start = segment.block_ids, segment.start
+            before = self._kv[self._place(blocks, start - 1)] if start else ()
+            assert len(before) == start, "rows before the segment are computed"
+            for position in range(start):
+                row = self._kv[self._place(blocks, position)]
+                assert row == before[: position + 1], "of this sequence"
+            rows: list[tuple[int, ...]] = []
+            for parent in segment.parents or range(-1, segment.length - 1):
+                rows.append((*(before if parent < 0 else rows[parent]), next(ids)))
+                self._kv[self._place(blocks, start + len(rows) - 1)] = rows[-1]
+            prefixes += map(list, rows)
         self.num_rows += len(prefixes)
         wanted = [prefixes[row] for row in batch.logit_rows.tolist()]
         logits = [self._logits(prefix) for prefix in wanted]
-        return torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, len(TOKENS)))
+        rows_of_logits = np.array(logits, dtype=np.float32).reshape(-1, len(TOKENS))
+        return ForwardResult(torch.from_numpy(rows_of_logits))
 
     def _logits(self, prefix: list[int]) -> np.ndarray:
         seed = zlib.crc32(np.array(prefix, dtype=np.int64).tobytes())
@@ -315,9 +323,9 @@ def test_unusable_logits_end_their_request_alone() -> None:
 
 def test_padding_of_the_models_vocabulary_is_never_chosen() -> None:
     class Padded(FakeRunner):
-        def forward(self, batch: ForwardBatch) -> torch.Tensor:
-            logits = super().forward(batch)
-            return torch.cat([logits, torch.full((len(logits), 9), 1000.0)], dim=1)
+        def forward(self, batch: ForwardBatch) -> ForwardResult:
+            logits = super().forward(batch).logits
+            return ForwardResult(torch.cat([logits, torch.full((len(logits), 9), 1000.0)], dim=1))
 
     plain, _ = reply_to(make_engine(FakeRunner()), "Hi", max_tokens=9)
     assert reply_to(make_engine(Padded()), "Hi", max_tokens=9)[0] == plain

@@ -65,10 +65,14 @@ def test_last_position_of_the_context() -> None:
         (Segment(blocks(0), 0, 2),),
         (Segment(blocks(0), 0, 1), Segment(blocks(0), 1, 2)),
         (),
+        (Segment(blocks(0), 0, 3, (-1, 0)),),
+        (Segment(blocks(0), 0, 3, (-1, 1, 0)),),
+        (Segment(blocks(0), 0, 3, (-2, 0, 1)),),
     ],
     ids=[
         *("empty", "no such block", "beyond the context", "too few blocks", "too few rows"),
-        *("block written twice", "no segment"),
+        *("block written twice", "no segment", "a parent for each row", "its own parent"),
+        "no parent",
     ],
 )
 def test_impossible_batches_are_caught(segments: tuple[Segment, ...]) -> None:
@@ -143,7 +147,7 @@ def test_results_do_not_change_under_later_calls() -> None:
     runner = tiny_runner()
     tokens = random_tokens(runner.config, 4)
     batch = ForwardBatch(tokens, (Segment(blocks(0), 0, 4),), torch.arange(4))
-    first = runner.forward(batch)
+    first = runner.forward(batch).logits
     copy = first.clone()
     run_chunk(runner, tokens.flip(0), block_ids=blocks(1))
     assert torch.equal(first, copy)

@@ -6,9 +6,8 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
-from llm_core.batch import ForwardBatch
+from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.downgrade import SHORT_ANSWER_TOKENS, last_turn
 from llm_core.engine import Engine
 from llm_core.messages import (
@@ -68,7 +67,7 @@ class TimedRunner(FakeRunner):
 
     now_ns = 0
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
         self.now_ns += (20 + 2 * len(batch.token_ids)) * MS
         return super().forward(batch)
 

@@ -18,13 +18,15 @@ TILE = 8  # outputs that lie side by side
 # lasts, far shorter than the slice of time that another process may take.
 SPIN_US = 60
 
+MAX_TREE_ROWS = 256  # rows of one tree segment
+
 F32, BF16, INT8, F16 = range(4)
 STORE, ADD, GATED = range(3)
 SILU, GELU_TANH = range(2)
 PHASE_KINDS = (
     *("embed", "attention norm", "query/key/value", "rotate + store", "attention", "gather"),
     *("attention quantise", "attention output", "attention post norm", "ffn norm", "gate/up"),
-    *("inner quantise", "down", "ffn post norm", "final norm", "head"),
+    *("inner quantise", "down", "ffn post norm", "tap features", "final norm", "head"),
 )
 _HAS_ZERO = 1
 _PIECE_BYTES = 64 << 20
@@ -90,8 +92,9 @@ class Batch(Structure):
     """pn_batch."""
 
     _fields_ = (
-        *((n, c_void_p) for n in ("token_ids", "logit_rows", "segments", "block_ids", "logits")),
-        *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "reserved")),
+        *((n, c_void_p) for n in ("token_ids", "logit_rows", "segments", "parents", "block_ids")),
+        *((n, c_void_p) for n in ("taps", "logits", "features")),
+        *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "num_taps")),
     )
 
 

@@ -41,7 +41,9 @@
 #define PN_TILE 8
 #define PN_GROUP 32
 #define PN_ROW_BLOCK 16
+#define PN_SEGMENT_FIELDS 4
 #define PN_ALIGNMENT 64
+#define PN_MAX_TREE_ROWS 256 /* of one segment */
 
 /* ---- vectors of 8 floats --------------------------------------------------------------- */
 
@@ -166,7 +168,8 @@ enum { PN_HAS_ZERO = 1 };
 enum { PN_F32 = 0, PN_BF16 = 1, PN_INT8 = 2, PN_F16 = 3 };
 enum { PN_SILU = 0, PN_GELU_TANH = 1 };
 typedef enum {
-    PN_DONE, PN_NO_MEMORY, PN_BAD_TOKEN, PN_BAD_LOGIT_ROW, PN_BAD_BLOCK, PN_BAD_SEGMENT
+    PN_DONE, PN_NO_MEMORY, PN_BAD_TOKEN, PN_BAD_LOGIT_ROW, PN_BAD_BLOCK, PN_BAD_SEGMENT,
+    PN_BAD_TAP, PN_BAD_TREE
 } pn_result;
 
 typedef struct {
@@ -209,10 +212,13 @@ typedef struct {
 typedef struct {
     const int64_t *token_ids;  /* [num_rows] */
     const int64_t *logit_rows; /* [num_logits] */
-    const int32_t *segments;   /* [num_segments][3]: start, length, first entry in block_ids */
+    const int32_t *segments;   /* [num_segments][4]: start, length, first in block_ids, is a tree */
+    const int32_t *parents;    /* [num_rows] rows of the segment, -1: none; NULL without trees */
     const int32_t *block_ids;
-    float *logits; /* [num_logits][vocab_size] */
-    int32_t num_rows, num_logits, num_segments, reserved;
+    const int32_t *taps; /* [num_taps] layers whose output is wanted; num_layers: normed */
+    float *logits;       /* [num_logits][vocab_size] */
+    float *features;     /* [num_rows][num_taps][hidden_size] */
+    int32_t num_rows, num_logits, num_segments, num_taps;
 } pn_batch;
 
 typedef struct {
@@ -259,8 +265,19 @@ typedef struct {
 } pn_attention;
 int64_t pn_attention_scratch(int head_dim);
 int pn_attention_rows(int group_size);
-void pn_attend(const pn_attention *call, const float *query, int64_t query_stride, int position,
-               int num_rows, float *out, int64_t out_stride, float *scratch);
+
+/* Rows of one sequence, for the query heads of one group: `query` and `out` point at the first of
+ * these in the first row. */
+typedef struct {
+    const float *query;
+    float *out;
+    int64_t query_stride, out_stride;
+    const int32_t *depths; /* [num_rows] positions are `position` + these; NULL: 0, 1, 2, ... */
+    int32_t position, num_rows;
+} pn_query_rows;
+void pn_attend(const pn_attention *call, const pn_query_rows *rows, float *scratch);
+void pn_attend_tree(const pn_attention *call, const pn_query_rows *rows, const int32_t *parents,
+                    int first_row, float *scratch);
 void pn_store_kv(const pn_cache *cache, int layer, int num_kv_heads, int head_dim,
                  int64_t pool_position, const float *key_value);
 void pn_rotate_row(float *heads, int num_heads, int head_dim, const float *rotation,

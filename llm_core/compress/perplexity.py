@@ -62,7 +62,7 @@ def likelihood(
             end = min(start + _CHUNK_LEN, length - 1)
             rows = torch.arange(end - start)
             segment = Segment(blocks, start, end - start)
-            logits = runner.forward(ForwardBatch(ids[start:end], (segment,), rows))
+            logits = runner.forward(ForwardBatch(ids[start:end], (segment,), rows)).logits
             nll += torch.nn.functional.cross_entropy(
                 logits, ids[start + 1 : end + 1], reduction="sum"
             ).item()

@@ -134,7 +134,7 @@ def write_conversations(
             if start >= length:
                 break
             sampled = _sample(
-                runner.forward(ForwardBatch(token_ids, segments, last_rows)), generator
+                runner.forward(ForwardBatch(token_ids, segments, last_rows)).logits, generator
             )
             new_ids = [
                 [stream.take(token, glue, tokenizer.eos_ids)]

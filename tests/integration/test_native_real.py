@@ -73,7 +73,7 @@ def greedy(model: ModelRunner, ids: list[int], num_tokens: int) -> list[int]:
         segment = Segment(tuple(range(16)), start, tokens.shape[0])
         batch = ForwardBatch(tokens, (segment,), torch.tensor([tokens.shape[0] - 1]))
         start += tokens.shape[0]
-        result.append(int(model.forward(batch).argmax()))
+        result.append(int(model.forward(batch).logits.argmax()))
         tokens = torch.tensor(result[-1:])
     return result
 
