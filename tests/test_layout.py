@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "llm_core": (
         ("client", "worker", "process", "ipc", "model_jobs"),
-        ("compress",),
+        ("compress", "speculative.train"),
         ("engine",),
         ("request", "speculator"),
         ("downgrade",),
