@@ -1,0 +1,85 @@
+"""What every drafter is: proposes trees, and watches what the target computes.
+
+A drafter is told everything that happens to a sequence's KV, so that one with a KV cache of its own
+can keep it in step: rows that were computed, rows that were copied between blocks, tokens that were
+taken back, the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from llm_core.block_tables import BlockCopy
+from llm_core.sequence import TokenSequence
+from llm_core.speculative.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """How far a drafter goes for one sequence.
+
+    ``max_drafts`` tokens in all, ``max_depth`` one after another; ``width``: how many are followed
+    at each depth (1: a chain). A draft is not worth its row when its path is less likely than
+    ``least_probability``; whoever has nothing better proposes nothing.
+    """
+
+    max_drafts: int
+    max_depth: int
+    width: int = 1
+    least_probability: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sequence whose tokens are all computed but the last one.
+
+    ``temperature`` and ``top_p`` are the request's. ``fractions[k]`` in [0, 1) is the random number
+    with which the target will draw the k-th token from here, () where nothing is drawn: a drafter
+    whose distribution is near the target's finds the same token with it more often than by taking
+    the likeliest.
+    """
+
+    sequence: TokenSequence
+    shape: DraftShape
+    temperature: float = 0.0
+    top_p: float = 1.0
+    fractions: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedRows:
+    """Positions [start, start + length) of ``sequence`` were computed by the target and are final;
+    what follows them is in ``sequence.token_ids``, which may be one token longer. ``features``
+    float32 [length, K * hidden_size], if the drafter asked for them."""
+
+    sequence: TokenSequence
+    start: int
+    length: int
+    features: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Called by one thread. Sequences are known by their ``seq_id``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that ``observe`` needs; () for none."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """A tree for each request, empty where nothing is worth a row."""
+
+    def observe(self, rows: Sequence[ComputedRows], copies: Sequence[BlockCopy] = ()) -> None:
+        """What a step did: first the copies, then the rows."""
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        """Only the first ``length`` tokens of a sequence stay as they were."""
+
+    def close(self, sequence: TokenSequence) -> None:
+        """The sequence is over; unknown ones are fine."""
