@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from llm_core.loading.safetensors_writer import write_safetensors
 from llm_core.speculative.train.self_talk import Conversation
@@ -33,6 +34,10 @@ def write_conversations(path: Path, conversations: Sequence[Conversation]) -> No
         "lengths": torch.tensor([len(c.token_ids) for c in conversations]).int(),
         "temperatures": torch.tensor([c.temperature for c in conversations]),
     }
+    features = [c.features for c in conversations if c.features is not None]
+    if len(features) == len(conversations):
+        # The last token of each was never computed: a row of zeros keeps the counts equal.
+        tensors["features"] = torch.cat([functional.pad(f, (0, 0, 0, 1)) for f in features])
     partial = path.with_suffix(".partial")
     write_safetensors(partial, tensors)
     partial.replace(path)

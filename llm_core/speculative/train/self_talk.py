@@ -8,8 +8,9 @@ they share (the instructions at the start) is computed once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,8 @@ _USER_PARAMS = SamplingParams(temperature=0.9, top_k=200)
 _TEMPERATURES = ((0.0, 0.3), (0.2, 0.2), (0.7, 0.35), (1.0, 0.15))
 _NUM_TURNS = ((1, 0.5), (2, 0.3), (3, 0.2))
 _SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.6, 0.15
+_LARGEST = torch.finfo(torch.float16).max
+_T = TypeVar("_T")
 _OPENING_KINDS = ((SPOKEN_OPENINGS, 0.5), (CASED_OPENINGS, 0.25), (GENERAL_OPENINGS, 0.25))
 
 
@@ -163,9 +166,10 @@ class SelfTalk:
             torch.tensor(glue.opening[:length]),
             (Segment(block_ids, 0, length),),
             torch.tensor([length - 1]),
+            wants_features=True,
         )
-        self._runner.forward(batch)
-        return _Prefix(glue, block_ids, length, None)
+        features = self._runner.forward(batch).features
+        return _Prefix(glue, block_ids, length, _stored(features))
 
     def _open(self, own_blocks: tuple[int, ...]) -> _Stream:
         rng = random.Random(self._rng.getrandbits(64))
@@ -177,6 +181,7 @@ class SelfTalk:
         else:
             prefix = self._prefixes[None]
         ids = [*prefix.glue.opening, *self._opening(rng)]
+        features = [] if prefix.features is None else [prefix.features]
         return _Stream(
             prefix=prefix,
             block_ids=prefix.block_ids + own_blocks,
@@ -187,6 +192,7 @@ class SelfTalk:
             ids=ids,
             is_answer=[False] * len(ids),
             start=prefix.length,
+            features=features,
         )
 
     def _opening(self, rng: random.Random) -> list[int]:
@@ -202,11 +208,17 @@ class SelfTalk:
             segments.append(Segment(stream.block_ids[:num_blocks], stream.start, len(new_ids)))
             token_ids += new_ids
             last_rows.append(len(token_ids) - 1)
-        batch = ForwardBatch(torch.tensor(token_ids), tuple(segments), torch.tensor(last_rows))
-        logits = self._runner.forward(batch)
+        batch = ForwardBatch(
+            torch.tensor(token_ids), tuple(segments), torch.tensor(last_rows), wants_features=True
+        )
+        result = self._runner.forward(batch)
+        features = _stored(result.features)
+        if features is not None:
+            for stream, rows in zip(streams, features.split([s.length for s in segments])):
+                stream.features.append(rows)
         for stream in streams:
             stream.start = len(stream.ids)
-        return logits
+        return result.logits
 
     def _advance(self, stream: _Stream, logits: torch.Tensor) -> bool:
         """Adds the next token, and what the template dictates after it. False: it is finished."""
@@ -243,12 +255,20 @@ class SelfTalk:
         return len(stream.ids) + 8 <= self._max_len
 
     def _finished(self, stream: _Stream) -> Conversation:
-        last = max(i for i, said in enumerate(stream.is_answer) if said)
+        length = 1 + max(i for i, said in enumerate(stream.is_answer) if said)
+        features = torch.cat(stream.features)[: length - 1] if stream.features else None
         return Conversation(
-            stream.ids[: last + 1], stream.is_answer[: last + 1], stream.temperature
+            stream.ids[:length], stream.is_answer[:length], stream.temperature, features
         )
 
 
-def _pick(rng: random.Random, choices):  # type: ignore[no-untyped-def]
+def _stored(features: torch.Tensor | None) -> torch.Tensor | None:
+    """float16: hidden states of some models' first tokens exceed its range and are clamped."""
+    if features is None:
+        return None
+    return features.clamp(-_LARGEST, _LARGEST).half()
+
+
+def _pick(rng: random.Random, choices: Sequence[tuple[_T, float]]) -> _T:
     values, weights = zip(*choices, strict=True)
     return rng.choices(values, weights)[0]
