@@ -106,7 +106,7 @@ class Generation:
 
     def draft_request(self, shape: DraftShape) -> DraftRequest:
         """What a drafter is told of this reply. Nothing is drafted beyond its longest end."""
-        sequence, params = self._sequence, self._params
+        sequence = self._sequence
         room = sequence.max_len - len(sequence.token_ids) - 1
         if shape.max_depth > room:
             shape = replace(shape, max_depth=max(0, room))
@@ -114,7 +114,7 @@ class Generation:
         if not self._sampler.is_greedy:
             first, seed = len(sequence.token_ids), self._sampler.seed
             fractions = tuple(uniform(seed, first + k) for k in range(shape.max_depth))
-        return DraftRequest(sequence, shape, params.temperature, params.top_p, fractions)
+        return DraftRequest(sequence, shape, self._params, fractions)
 
     def forced_tokens(self) -> list[int]:
         """What the guide leaves no choice about; [] without a guide."""

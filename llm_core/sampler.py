@@ -146,9 +146,24 @@ def sample_row(
         raise LlmError(f"the model produced unusable logits (best value {row[best]})")
     if state.is_greedy:
         return best
-    ids, weights = candidates(row, float(row[best]), state.params)
-    at = _draw(weights, uniform(state.seed, position))
-    return at if ids is None else int(ids[at])
+    return draw_token(row, state.params, uniform(state.seed, position), best)
+
+
+def draw_token(
+    row: FloatRow, params: SamplingParams, fraction: float, best: int | None = None
+) -> int:
+    """The token at which the running sum of the probabilities, in the order of token ids, passes
+    ``fraction`` in [0, 1). ``row``: processed logits float32 [vocab]; ``best``: where it is largest.
+
+    The order matters to whoever guesses: a distribution that is near to this one draws the same
+    token by the same fraction, mostly.
+    """
+    best = int(row.argmax()) if best is None else best
+    ids, weights = candidates(row, float(row[best]), params)
+    if ids is None:
+        return _draw(weights, fraction)
+    order = np.argsort(ids)
+    return int(ids[order][_draw(weights[order], fraction)])
 
 
 def _masked(row: FloatRow, banned: Collection[int], allowed: BoolRow | None) -> FloatRow:

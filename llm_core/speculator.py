@@ -55,6 +55,8 @@ class Speculator:
         self, plan: StepPlan, scheduler: Scheduler, generations: Mapping[int, Generation]
     ) -> None:
         """Lets the plan's streams verify drafts too, where that is expected to gain time."""
+        if self._drafter is not None and plan.copies:
+            self._drafter.copied(plan.copies)
         streams = {
             index: generations[chunk.sequence.seq_id]
             for index, chunk in enumerate(plan.chunks)
@@ -106,7 +108,7 @@ class Speculator:
             if rows is not None and len(kept) < len(rows):
                 rows = rows[list(kept)]
             computed.append(ComputedRows(chunk.sequence, chunk.start, len(kept), rows))
-        self._drafter.observe(computed, plan.copies)
+        self._drafter.observe(computed)
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """See ``Drafter``."""

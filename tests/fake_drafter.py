@@ -61,7 +61,10 @@ class GuessingDrafter:
         tree.check()
         return tree
 
-    def observe(self, rows: Sequence[ComputedRows], copies: Sequence[BlockCopy] = ()) -> None:
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def observe(self, rows: Sequence[ComputedRows]) -> None:
         for row in rows:
             known = self.known_len.get(row.sequence.seq_id, row.start)
             assert row.start <= known, "no row is left out, though some may be computed again"

@@ -43,6 +43,7 @@ from llm_core import (
     TokenLogprob,
     Usage,
 )
+
 Samples = npt.NDArray[np.float32]
 
 

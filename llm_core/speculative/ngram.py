@@ -68,7 +68,10 @@ class NgramDrafter:
             drafts.append(token_ids[at + len(drafts)] if beyond < 0 else drafts[beyond])
         return DraftTree.chain(drafts, [probability] * len(drafts))
 
-    def observe(self, rows: Sequence[ComputedRows], copies: Sequence[BlockCopy] = ()) -> None:
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def observe(self, rows: Sequence[ComputedRows]) -> None:
         pass
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
