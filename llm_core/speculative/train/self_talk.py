@@ -30,7 +30,7 @@ from llm_core.speculative.train.topics import (
 from llm_core.tokenizer import Tokenizer
 
 MAX_LEN = 448  # tokens of a conversation
-_MAX_USER_LEN = 40
+_USER_LENGTHS = (8, 28)  # longer turns are cut, as a caller is by noise
 _MIN_USER_LEN = 3
 _ANSWER_LENGTHS = (40, 150)
 _USER_PARAMS = SamplingParams(temperature=0.9, top_k=200)
@@ -84,9 +84,9 @@ class _Stream:
     ids: list[int]
     is_answer: list[bool]
     start: int
+    turn_limit: int
     is_user: bool = True
     turn_len: int = 0
-    turn_limit: int = _MAX_USER_LEN
     features: list[torch.Tensor] = field(default_factory=list)
 
     def sampler(self) -> SamplerState:
@@ -192,6 +192,7 @@ class SelfTalk:
             ids=ids,
             is_answer=[False] * len(ids),
             start=prefix.length,
+            turn_limit=rng.randint(*_USER_LENGTHS),
             features=features,
         )
 
@@ -214,7 +215,8 @@ class SelfTalk:
         result = self._runner.forward(batch)
         features = _stored(result.features)
         if features is not None:
-            for stream, rows in zip(streams, features.split([s.length for s in segments])):
+            lengths = [segment.length for segment in segments]
+            for stream, rows in zip(streams, features.split(lengths), strict=True):
                 stream.features.append(rows)
         for stream in streams:
             stream.start = len(stream.ids)
@@ -244,7 +246,8 @@ class SelfTalk:
             return False
         # The end of the turn has been said: the first token of the glue is there already.
         self._extend(stream, [*glue.to_user[1:], *self._opening(stream.rng)])
-        stream.is_user, stream.turn_len, stream.turn_limit = True, 0, _MAX_USER_LEN
+        stream.is_user, stream.turn_len = True, 0
+        stream.turn_limit = stream.rng.randint(*_USER_LENGTHS)
         return self._has_room(stream)
 
     def _extend(self, stream: _Stream, ids: list[int], *, is_answer: bool = False) -> None:
