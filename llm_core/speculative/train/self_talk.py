@@ -8,8 +8,9 @@ they share (the instructions at the start) is computed once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -29,13 +30,15 @@ from llm_core.speculative.train.topics import (
 from llm_core.tokenizer import Tokenizer
 
 MAX_LEN = 448  # tokens of a conversation
-_MAX_USER_LEN = 40
+_USER_LENGTHS = (8, 28)  # longer turns are cut, as a caller is by noise
 _MIN_USER_LEN = 3
 _ANSWER_LENGTHS = (40, 150)
 _USER_PARAMS = SamplingParams(temperature=0.9, top_k=200)
 _TEMPERATURES = ((0.0, 0.3), (0.2, 0.2), (0.7, 0.35), (1.0, 0.15))
 _NUM_TURNS = ((1, 0.5), (2, 0.3), (3, 0.2))
 _SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.6, 0.15
+_LARGEST = torch.finfo(torch.float16).max
+_T = TypeVar("_T")
 _OPENING_KINDS = ((SPOKEN_OPENINGS, 0.5), (CASED_OPENINGS, 0.25), (GENERAL_OPENINGS, 0.25))
 
 
@@ -81,9 +84,9 @@ class _Stream:
     ids: list[int]
     is_answer: list[bool]
     start: int
+    turn_limit: int
     is_user: bool = True
     turn_len: int = 0
-    turn_limit: int = _MAX_USER_LEN
     features: list[torch.Tensor] = field(default_factory=list)
 
     def sampler(self) -> SamplerState:
@@ -163,9 +166,10 @@ class SelfTalk:
             torch.tensor(glue.opening[:length]),
             (Segment(block_ids, 0, length),),
             torch.tensor([length - 1]),
+            wants_features=True,
         )
-        self._runner.forward(batch)
-        return _Prefix(glue, block_ids, length, None)
+        features = self._runner.forward(batch).features
+        return _Prefix(glue, block_ids, length, _stored(features))
 
     def _open(self, own_blocks: tuple[int, ...]) -> _Stream:
         rng = random.Random(self._rng.getrandbits(64))
@@ -177,6 +181,7 @@ class SelfTalk:
         else:
             prefix = self._prefixes[None]
         ids = [*prefix.glue.opening, *self._opening(rng)]
+        features = [] if prefix.features is None else [prefix.features]
         return _Stream(
             prefix=prefix,
             block_ids=prefix.block_ids + own_blocks,
@@ -187,6 +192,8 @@ class SelfTalk:
             ids=ids,
             is_answer=[False] * len(ids),
             start=prefix.length,
+            turn_limit=rng.randint(*_USER_LENGTHS),
+            features=features,
         )
 
     def _opening(self, rng: random.Random) -> list[int]:
@@ -202,11 +209,18 @@ class SelfTalk:
             segments.append(Segment(stream.block_ids[:num_blocks], stream.start, len(new_ids)))
             token_ids += new_ids
             last_rows.append(len(token_ids) - 1)
-        batch = ForwardBatch(torch.tensor(token_ids), tuple(segments), torch.tensor(last_rows))
-        logits = self._runner.forward(batch)
+        batch = ForwardBatch(
+            torch.tensor(token_ids), tuple(segments), torch.tensor(last_rows), wants_features=True
+        )
+        result = self._runner.forward(batch)
+        features = _stored(result.features)
+        if features is not None:
+            lengths = [segment.length for segment in segments]
+            for stream, rows in zip(streams, features.split(lengths), strict=True):
+                stream.features.append(rows)
         for stream in streams:
             stream.start = len(stream.ids)
-        return logits
+        return result.logits
 
     def _advance(self, stream: _Stream, logits: torch.Tensor) -> bool:
         """Adds the next token, and what the template dictates after it. False: it is finished."""
@@ -232,7 +246,8 @@ class SelfTalk:
             return False
         # The end of the turn has been said: the first token of the glue is there already.
         self._extend(stream, [*glue.to_user[1:], *self._opening(stream.rng)])
-        stream.is_user, stream.turn_len, stream.turn_limit = True, 0, _MAX_USER_LEN
+        stream.is_user, stream.turn_len = True, 0
+        stream.turn_limit = stream.rng.randint(*_USER_LENGTHS)
         return self._has_room(stream)
 
     def _extend(self, stream: _Stream, ids: list[int], *, is_answer: bool = False) -> None:
@@ -243,12 +258,20 @@ class SelfTalk:
         return len(stream.ids) + 8 <= self._max_len
 
     def _finished(self, stream: _Stream) -> Conversation:
-        last = max(i for i, said in enumerate(stream.is_answer) if said)
+        length = 1 + max(i for i, said in enumerate(stream.is_answer) if said)
+        features = torch.cat(stream.features)[: length - 1] if stream.features else None
         return Conversation(
-            stream.ids[: last + 1], stream.is_answer[: last + 1], stream.temperature
+            stream.ids[:length], stream.is_answer[:length], stream.temperature, features
         )
 
 
-def _pick(rng: random.Random, choices):  # type: ignore[no-untyped-def]
+def _stored(features: torch.Tensor | None) -> torch.Tensor | None:
+    """float16: hidden states of some models' first tokens exceed its range and are clamped."""
+    if features is None:
+        return None
+    return features.clamp(-_LARGEST, _LARGEST).half()
+
+
+def _pick(rng: random.Random, choices: Sequence[tuple[_T, float]]) -> _T:
     values, weights = zip(*choices, strict=True)
     return rng.choices(values, weights)[0]
