@@ -26,12 +26,12 @@ class RowCost:
         # More rows never take less time: what looks like it is noise.
         for index in range(len(points) - 2, -1, -1):
             points[index] = (points[index][0], min(points[index][1], points[index + 1][1]))
-        self._shape_ns = [_between(points, rows) for rows in _KNOTS]
+        self._shape = [(rows, _between(points, rows)) for rows in _KNOTS]
         self._load = 1.0
 
     def ns(self, num_rows: int) -> float:
         """What a step of ``num_rows`` takes now."""
-        return self._load * _between(list(zip(_KNOTS, self._shape_ns, strict=True)), num_rows)
+        return self._load * _between(self._shape, num_rows)
 
     def observe(self, num_rows: int, duration_ns: int) -> None:
         """One step more."""
@@ -43,14 +43,15 @@ class RowCost:
         self._load *= 1 + _LOAD_WEIGHT * (ratio - 1)
         nearest = min(bisect_left(_KNOTS, num_rows), len(_KNOTS) - 1)
         if _KNOTS[nearest] == num_rows:
-            self._shape_ns[nearest] *= 1 + _SHAPE_WEIGHT * (ratio - 1)
+            known_ns = self._shape[nearest][1]
+            self._shape[nearest] = num_rows, known_ns * (1 + _SHAPE_WEIGHT * (ratio - 1))
 
 
 def _between(points: list[tuple[int, float]], num_rows: int) -> float:
     """On the line through the neighbours; beyond the last, on the last line."""
     if len(points) == 1:
         return points[0][1] * max(1.0, num_rows / points[0][0])
-    at = bisect_left(points, num_rows, key=lambda point: point[0])
+    at = bisect_left(points, (num_rows, 0.0))
     at = min(max(at, 1), len(points) - 1)
     (left, left_ns), (right, right_ns) = points[at - 1 : at + 1]
     return max(left_ns, left_ns + (right_ns - left_ns) * (num_rows - left) / (right - left))
