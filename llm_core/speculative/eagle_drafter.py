@@ -13,6 +13,7 @@ distances only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch
 from llm_core.batch import Segment
 from llm_core.block_tables import BlockCopy
 from llm_core.sequence import TokenSequence
-from llm_core.speculative.draft_head import DraftHead, HeadBatch, HeadResult
+from llm_core.speculative.draft_head import ChainHead, DraftHead, HeadBatch
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
 from llm_core.speculative.grow import DraftPlace, Grower
 from llm_core.speculative.tree import EMPTY, DraftTree
@@ -29,6 +30,9 @@ _LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
 _MAX_WAITING = 4096  # features of so many rows are kept for a sequence that is not drafted for
 _MAX_HOLE = 2  # positions that were computed for another continuation are taken as they are
 _SCRATCH_ROWS = 64  # rows of a tree that is followed, for each sequence
+
+# Rows of one sequence: their segment, features, and the tokens after them.
+_Part = tuple[Segment, torch.Tensor, list[int]]
 
 
 class _Filled:
@@ -162,12 +166,31 @@ class EagleDrafter:
             return trees
         chosen = [requests[index] for index in able]
         with torch.inference_mode():
-            grower = self._begin(chosen, list(able.values()))
-            while (batch := grower.next_batch()) is not None:
-                grower.take(self._head.forward(batch, self._cache))
-        for index, tree in zip(able, grower.trees(), strict=True):
+            drafted = self._drafted(chosen, list(able.values()))
+        for index, tree in zip(able, drafted, strict=True):
             trees[index] = tree
         return trees
+
+    def _drafted(
+        self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]
+    ) -> list[DraftTree]:
+        parts, last_rows = self._waiting_parts(requests, readings)
+        places = [
+            self._place(index, request.sequence, reading)
+            for index, (request, reading) in enumerate(zip(requests, readings, strict=True))
+        ]
+        head = self._head
+        if isinstance(head, ChainHead) and all(r.shape.width == 1 for r in requests):
+            parts = [
+                (replace(segment, block_ids=place.block_ids), features, tokens)
+                for (segment, features, tokens), place in zip(parts, places, strict=True)
+            ]
+            return head.draft_chains(self._batch(parts, last_rows), self._cache, requests)
+        result = head.forward(self._batch(parts, last_rows), self._cache)
+        grower = Grower(requests, result, places, self._target_ids)
+        while (batch := grower.next_batch()) is not None:
+            grower.take(head.forward(batch, self._cache))
+        return grower.trees()
 
     def _observe(self, row: ComputedRows, features: torch.Tensor) -> None:
         sequence, end = row.sequence, row.start + row.length
@@ -203,9 +226,11 @@ class EagleDrafter:
                 self._forward([self._segment(sequence, reading, length)], torch.arange(0))
                 count -= length
 
-    def _begin(self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]) -> Grower:
-        """Reads what waits, and what the head says then is where drafts begin."""
-        parts = []
+    def _waiting_parts(
+        self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]
+    ) -> tuple[list[_Part], torch.Tensor]:
+        """What waits, and which rows are each sequence's last: there drafts begin."""
+        parts: list[_Part] = []
         last_rows: list[int] = []
         num_rows = 0
         for request, reading in zip(requests, readings, strict=True):
@@ -215,16 +240,9 @@ class EagleDrafter:
             parts.append(self._segment(request.sequence, reading, reading.num_waiting))
             num_rows += parts[-1][0].length
             last_rows.append(num_rows - 1)
-        result = self._forward(parts, torch.tensor(last_rows))
-        places = [
-            self._place(index, request.sequence, reading)
-            for index, (request, reading) in enumerate(zip(requests, readings, strict=True))
-        ]
-        return Grower(requests, result, places, self._target_ids)
+        return parts, torch.tensor(last_rows)
 
-    def _segment(
-        self, sequence: TokenSequence, reading: _Reading, length: int
-    ) -> tuple[Segment, torch.Tensor, list[int]]:
+    def _segment(self, sequence: TokenSequence, reading: _Reading, length: int) -> _Part:
         """The first ``length`` waiting rows as a segment, their features, the tokens after them."""
         start, end = reading.done, reading.done + length
         table = tuple(sequence.block_ids[reading.base // self._block_size :])
@@ -232,17 +250,17 @@ class EagleDrafter:
         segment = Segment(table, start - reading.base, length)
         return segment, reading.take(length), sequence.token_ids[start + 1 : end + 1]
 
-    def _forward(
-        self, parts: Sequence[tuple[Segment, torch.Tensor, list[int]]], output_rows: torch.Tensor
-    ) -> HeadResult:
-        batch = HeadBatch(
+    def _forward(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> None:
+        self._head.forward(self._batch(parts, output_rows), self._cache)
+
+    def _batch(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> HeadBatch:
+        return HeadBatch(
             token_ids=torch.tensor([token for _, _, tokens in parts for token in tokens]),
             states=torch.cat([features for _, features, _ in parts]),
             is_real=True,
             segments=tuple(segment for segment, _, _ in parts),
             output_rows=output_rows,
         )
-        return self._head.forward(batch, self._cache)
 
     def _place(self, index: int, sequence: TokenSequence, reading: _Reading) -> DraftPlace:
         """Blocks of a sequence as far as its tokens reach, and then some of nobody's: what is
