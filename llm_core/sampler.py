@@ -153,7 +153,7 @@ def draw_token(
     row: FloatRow, params: SamplingParams, fraction: float, best: int | None = None
 ) -> int:
     """The token at which the running sum of the probabilities, in the order of token ids, passes
-    ``fraction`` in [0, 1). ``row``: processed logits float32 [vocab]; ``best``: where it is largest.
+    ``fraction`` in [0, 1). ``row``: processed logits float32 [vocab]; ``best``: its largest place.
 
     The order matters to whoever guesses: a distribution that is near to this one draws the same
     token by the same fraction, mostly.

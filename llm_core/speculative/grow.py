@@ -186,6 +186,13 @@ class Grower:
             growing.take(result.logits[first:last], result.states[first:last], self._target_ids)
             first = last
 
+    def chains_read(self) -> list[list[int]]:
+        """The drafts behind each text that were read one after another; [] where a tree was."""
+        return [
+            [growing.tokens[i] for i in growing.rows] if growing.request.shape.width == 1 else []
+            for growing in self._all
+        ]
+
     def trees(self) -> list[DraftTree]:
         """The best of what has grown."""
         return [growing.tree() for growing in self._all]

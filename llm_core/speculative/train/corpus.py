@@ -76,6 +76,10 @@ def read_conversations(path: Path) -> list[Conversation]:
             ids.tolist(), said.bool().tolist(), temperature, None if rows is None else rows[:-1]
         )
         for ids, said, temperature, rows in zip(
-            token_ids.split(sizes), is_answer.split(sizes), temperatures.tolist(), parts, strict=True
+            token_ids.split(sizes),
+            is_answer.split(sizes),
+            temperatures.tolist(),
+            parts,
+            strict=True,
         )
     ]

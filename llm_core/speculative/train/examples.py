@@ -76,7 +76,9 @@ def batches(examples: Sequence[Example], num_anchors: int, seed: int) -> Iterato
         yield batch
 
 
-def draft_vocabulary(conversations: Sequence[Conversation], size: int, vocab_size: int) -> torch.Tensor:
+def draft_vocabulary(
+    conversations: Sequence[Conversation], size: int, vocab_size: int
+) -> torch.Tensor:
     """int64 [size] ascending: the tokens that answers use most; the smallest ids fill it up."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for conversation in conversations:
