@@ -12,14 +12,17 @@ import torch
 from kernels import reference
 from kernels.native import Library
 from llm_core.batch import Segment, tree_depths
-from llm_core.config import ModelConfig
-from llm_core.kv_cache import KvCache
+from llm_core.messages import SamplingParams
 from llm_core.native_decoder import NativeDecoder
 from llm_core.quant.grouped import quantize_grouped
-from llm_core.rope import rope_tables
-from llm_core.speculative.draft_head import HeadBatch
+from llm_core.sequence import TokenSequence
+from llm_core.speculative.draft_head import ChainHead, DraftHead, HeadBatch
+from llm_core.speculative.drafter import ComputedRows, DraftRequest, DraftShape
+from llm_core.speculative.eagle import EagleHead, TargetRows
+from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.head_config import HeadConfig
-from llm_core.speculative.native_head import ChainOptions, NativeHead, unsupported_head_reason
+from llm_core.speculative.native_head import NativeHead, unsupported_head_reason
+from llm_core.speculative.tree import DraftTree
 from tests.native_library import FORMS, native_library
 from tests.random_llama import random_tokens, random_weights, tiny_config
 
@@ -88,88 +91,8 @@ def head_tensors(config: HeadConfig, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class PlainHead:
-    """The formulas of ``head_config``, a sequence's rows one by one, keys and values in a list."""
-
-    def __init__(
-        self,
-        config: HeadConfig,
-        tensors: dict[str, torch.Tensor],
-        embedding: torch.Tensor,
-        words: torch.Tensor,
-    ) -> None:
-        self.config, self.tensors, self.embedding, self.words = config, tensors, embedding, words
-        model = ModelConfig(
-            num_layers=1,
-            hidden_size=64,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=1,
-            vocab_size=1,
-            context_len=512,
-        )
-        self.rotations = rope_tables(model, 512).of_layer(0)[:, 0]
-
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self.words if name == "lm_head" else self.tensors[f"{name}.weight"]
-        return reference.fake_quantize_rows(x.unsqueeze(0), 32)[0] @ weight.T
-
-    def norm(self, name: str | None, x: torch.Tensor) -> torch.Tensor:
-        normed = x / (x.square().mean() + self.config.rms_eps).sqrt()
-        return normed if name is None else normed * self.tensors[f"{name}.weight"]
-
-    def rotated(self, heads: torch.Tensor, position: int) -> torch.Tensor:
-        """heads [N, head_dim] in halves."""
-        halves = torch.complex(*heads.chunk(2, -1))
-        turned = halves * self.rotations[position]
-        return torch.cat((turned.real, turned.imag), -1)
-
-    def row(
-        self,
-        token: int,
-        state: torch.Tensor,
-        is_real: bool,
-        position: int,
-        seen: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, state); ``seen`` gets the row's key and value."""
-        config, attention = self.config, "midlayer.self_attn."
-        if is_real and config.normalises_features:
-            state = torch.cat([self.norm(None, part) for part in state.split(config.hidden_size)])
-        if is_real:
-            residual = self.linear("fc", state)
-        else:
-            residual = self.linear("hidden_proj", state) if config.has_hidden_proj else state
-        embedded = self.embedding[token]
-        if config.has_embedding_proj:
-            residual = residual + self.linear("embedding_proj", embedded)
-        joined = torch.cat(
-            (
-                self.norm("midlayer.input_layernorm", embedded),
-                self.norm("midlayer.hidden_norm", residual),
-            )
-        )
-        query, key, value = (
-            self.linear(f"{attention}{name}_proj", joined).view(-1, config.head_dim)
-            for name in "qkv"
-        )
-        seen.append((self.rotated(key, position), value))
-        keys = torch.stack([key for key, _ in seen], 1)  # [kv_heads, positions, head_dim]
-        values = torch.stack([value for _, value in seen], 1)
-        group = config.num_heads // config.num_kv_heads
-        queries = self.rotated(query, position).view(config.num_kv_heads, group, -1)
-        weights = (queries @ keys.transpose(1, 2) * config.head_dim**-0.5).softmax(-1)
-        residual = residual + self.linear(f"{attention}o_proj", (weights @ values).flatten())
-        normed = self.norm("midlayer.post_attention_layernorm", residual)
-        gate, up = (self.linear(f"midlayer.mlp.{name}_proj", normed) for name in ("gate", "up"))
-        inner = torch.nn.functional.silu(gate) * up
-        state = residual + self.linear("midlayer.mlp.down_proj", inner)
-        return self.linear("lm_head", self.norm("norm", state)), state
-
-
 class Heads:
-    """One random head, compiled and plain, beside one random target."""
+    """One random head, compiled and in torch, beside one random target."""
 
     def __init__(
         self, library: Library, *, seed: int = 0, num_threads: int = 2, **changes: Any
@@ -178,17 +101,16 @@ class Heads:
         weights = random_weights(target_config, seed)
         for name in ("embedding", "head"):
             weights[name] = quantize_grouped(weights[name], 32).dequantize()[:, :64]
-        target = NativeDecoder(
+        self.target = NativeDecoder(
             target_config, dict(weights), library, num_threads=num_threads, max_context=128
         )
         self.config = head_config(**changes)
         assert unsupported_head_reason(self.config) is None
         tensors = head_tensors(self.config, seed)
-        self.native = NativeHead(self.config, tensors, target, max_context=512)
-        words = tensors["lm_head.weight"] if self.config.has_lm_head else weights["head"]
-        self.plain = PlainHead(self.config, tensors, 3.0 * weights["embedding"], words)
-        self.cache: KvCache = self.native.make_cache(NUM_BLOCKS, 16)
-        self.seed = seed
+        self.native = NativeHead(self.config, tensors, self.target, max_context=512)
+        rows = TargetRows.of(target_config, dict(weights))
+        self.torch = EagleHead(self.config, tensors, rows, max_context=512)
+        self.caches = [head.make_cache(NUM_BLOCKS, 16) for head in (self.native, self.torch)]
 
     def features(self, num_rows: int, seed: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -197,6 +119,17 @@ class Heads:
     def tokens(self, num_rows: int, seed: int = 1) -> torch.Tensor:
         return random_tokens(tiny_config(), num_rows, seed)
 
+    def batch(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        *segments: Segment,
+        outputs: torch.Tensor | None = None,
+    ) -> HeadBatch:
+        is_real = states.shape[1] == self.config.num_features
+        rows = torch.arange(tokens.shape[0]) if outputs is None else outputs
+        return HeadBatch(tokens, states, is_real, segments, rows)
+
     def run(
         self,
         tokens: torch.Tensor,
@@ -204,47 +137,45 @@ class Heads:
         *segments: Segment,
         outputs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_real = states.shape[1] == self.config.num_features
-        rows = torch.arange(tokens.shape[0]) if outputs is None else outputs
-        result = self.native.forward(HeadBatch(tokens, states, is_real, segments, rows), self.cache)
+        batch = self.batch(tokens, states, *segments, outputs=outputs)
+        result = self.native.forward(batch, self.caches[0])
         return result.logits, result.states
 
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
-    assert float(error) < TOLERANCE
+    def compare(
+        self, tokens: torch.Tensor, states: torch.Tensor, *segments: Segment
+    ) -> torch.Tensor:
+        """Both agree; returns the states."""
+        batch = self.batch(tokens, states, *segments)
+        ours = self.native.forward(batch, self.caches[0])
+        with torch.inference_mode():
+            theirs = self.torch.forward(batch, self.caches[1])
+        for mine, expected in ((ours.logits, theirs.logits), (ours.states, theirs.states)):
+            error = (mine - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+            assert float(error) < TOLERANCE
+        return theirs.states
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_equal_the_formulas(library: Library, kind: str) -> None:
-    """Real features, then its own outputs; two sequences together; blocks in any order."""
+def test_rows_equal_torch(library: Library, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real features, then its own outputs, then a tree; two sequences; blocks in any order."""
+    linear = torch.nn.functional.linear
+
+    def rounded(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        return linear(reference.fake_quantize_rows(x, 32), weight, bias)
+
+    monkeypatch.setattr("llm_core.speculative.eagle.functional.linear", rounded)
     seed = random.randrange(1 << 20)
     print("seed", seed)
     heads = Heads(library, seed=seed, **KINDS[kind])
-    tables = ((3, 1, 7), (2, 0, 5))
-    lengths = (11, 4)
-    tokens = heads.tokens(15, seed)
-    features = heads.features(15, seed)
+    tables, lengths = ((3, 1, 7), (2, 0, 5)), (31, 9)
     segments = [Segment(table, 0, n) for table, n in zip(tables, lengths, strict=True)]
-    logits, states = heads.run(tokens, features, *segments)
-    seen: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]
-    plain = []
-    for sequence, row in [(0, i) for i in range(11)] + [(1, i) for i in range(4)]:
-        at = row + 11 * sequence
-        plain.append(heads.plain.row(int(tokens[at]), features[at], True, row, seen[sequence]))
-    assert_close(logits, torch.stack([each for each, _ in plain]))
-    assert_close(states, torch.stack([each for _, each in plain]))
-    for step in range(3):  # each compared from the same states
-        ends = torch.stack([plain[10][1], plain[14][1]]) if step == 0 else states
-        tokens = heads.tokens(2, seed + step)
+    states = heads.compare(heads.tokens(40, seed), heads.features(40, seed), *segments)
+    ends = states[[30, 39]]
+    for step in range(2):
         after = [Segment(t, n + step, 1) for t, n in zip(tables, lengths, strict=True)]
-        logits, states = heads.run(tokens, ends, *after)
-        plain = [
-            heads.plain.row(int(tokens[i]), ends[i], False, lengths[i] + step, seen[i])
-            for i in range(2)
-        ]
-        assert_close(logits, torch.stack([each for each, _ in plain]))
-        assert_close(states, torch.stack([each for _, each in plain]))
+        ends = heads.compare(heads.tokens(2, seed + step), ends, *after)
+    tree = Segment(tables[0], 33, 5, (-1, -1, 0, 2, 2))
+    heads.compare(heads.tokens(5, seed), states[:5], tree)
 
 
 def test_cutting_company_and_threads_do_not_change_a_bit(library: Library) -> None:
@@ -281,67 +212,63 @@ def test_cutting_company_and_threads_do_not_change_a_bit(library: Library) -> No
         assert torch.equal(one, two)
 
 
-def chain_step_by_step(
-    heads: Heads,
-    tokens: torch.Tensor,
-    features: torch.Tensor,
-    segment: Segment,
-    count: int,
-    fractions: tuple[float, ...] = (),
-    temperature: float = 1.0,
-) -> tuple[list[int], list[float]]:
-    """What ``draft_chains`` says in one call, by calls of ``forward``."""
-    last = torch.tensor([tokens.shape[0] - 1])
-    logits, state = heads.run(tokens, features, segment, outputs=last)
-    chosen: list[int] = []
-    probabilities = []
-    for step in range(count):
-        weights = (logits[0] / (temperature if step < len(fractions) else 1.0)).softmax(0)
-        if step < len(fractions):
-            word = int((weights.double().cumsum(0) <= fractions[step]).sum().clamp(max=52))
-        else:
-            word = int(logits[0].argmax())
-        chosen.append(int(heads.native.target_ids[word]))
-        probabilities.append(float(weights[word]))
-        after = Segment(segment.block_ids, segment.end + step, 1)
-        logits, state = heads.run(torch.tensor(chosen[-1:]), state, after)
-    return chosen, probabilities
+class Unchained:
+    """The compiled head without ``draft_chains``: a draft for each call."""
+
+    def __init__(self, head: NativeHead) -> None:
+        self.feature_layers, self.target_ids = head.feature_layers, head.target_ids
+        self.make_cache, self.forward = head.make_cache, head.forward
+
+
+def drafts_of(
+    head: DraftHead, heads: Heads, requests: list[DraftRequest], features: list[torch.Tensor]
+) -> list[DraftTree]:
+    drafter = EagleDrafter(head, num_blocks=NUM_BLOCKS, block_size=16, max_sequences=4)
+    drafter.observe(
+        [
+            ComputedRows(request.sequence, 0, len(rows), rows)
+            for request, rows in zip(requests, features, strict=True)
+        ]
+    )
+    return drafter.propose(requests)
 
 
 @pytest.mark.parametrize("kind", ["published", "all additions"])
 def test_chains_equal_single_steps(library: Library, kind: str) -> None:
     """Of sequences of different lengths together, drawn and likeliest, ended early and not."""
     heads = Heads(library, **KINDS[kind])
-    tables, lengths = ((0, 1, 2), (5, 4), (6,)), (30, 17, 2)
-    segments = tuple(Segment(t, 0, n) for t, n in zip(tables, lengths, strict=True))
-    tokens, features = heads.tokens(49), heads.features(49)
-    fractions = ((0.2, 0.9, 0.5, 0.999), (0.7,), ())
-    temperatures = (0.7, 1.3, 1.0)
-    expected = []
-    for i, start in enumerate((0, 30, 47)):
-        rows = slice(start, start + lengths[i])
-        expected.append(
-            chain_step_by_step(
-                heads, tokens[rows], features[rows], segments[i], 4, fractions[i], temperatures[i]
-            )
-        )
-    batch = HeadBatch(tokens, features, True, segments, torch.tensor([29, 46, 48]))
-    options = ChainOptions(4, fractions=fractions, temperatures=temperatures)
-    for chain, (chosen, probabilities) in zip(
-        heads.native.draft_chains(batch, heads.cache, options), expected, strict=True
-    ):
-        assert list(chain.token_ids) == chosen
-        assert chain.probabilities == pytest.approx(probabilities, rel=1e-4)
-    limit = expected[0][1][0] * expected[0][1][1] * 0.99  # the first sequence has two to say
-    options = ChainOptions(4, limit, fractions, temperatures)
-    for chain, (chosen, probabilities) in zip(
-        heads.native.draft_chains(batch, heads.cache, options), expected, strict=True
-    ):
-        products = list(itertools.accumulate(probabilities, lambda a, b: a * b))
-        count = sum(product >= limit for product in products)
-        assert list(chain.token_ids) == chosen[:count]
-    nothing = heads.native.draft_chains(batch, heads.cache, ChainOptions(4, 1.0))
-    assert all(chain.token_ids == () for chain in nothing)
+    unchained = Unchained(heads.native)
+    assert isinstance(heads.native, ChainHead) and not isinstance(unchained, ChainHead)
+    dice = random.Random(1)
+    greedy = SamplingParams(temperature=0.0)
+    drawn = [
+        SamplingParams(temperature=0.7, top_p=0.8),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.5, min_p=0.01),
+        SamplingParams(temperature=0.001),
+    ]
+    num_drafts = 0
+    for case in range(20):
+        requests, features = [], []
+        for index, length in enumerate((30, 17, 2)):
+            params = greedy if index == case % 3 else dice.choice(drawn)
+            depth = dice.randint(1, 6)
+            shape = DraftShape(depth, 6, 1, dice.choice([0.0, 0.01, 0.05]))
+            fractions = () if params is greedy else tuple(dice.random() for _ in range(6))
+            tokens = heads.tokens(length + 1, case * 3 + index).tolist()
+            sequence = TokenSequence(index, tokens, max_len=100, arrival_ns=0)
+            sequence.block_ids.extend(range(4 * index, 4 * index + 3))
+            sequence.computed_len = length
+            requests.append(DraftRequest(sequence, shape, params, fractions))
+            features.append(heads.features(length, case * 3 + index))
+        chains = drafts_of(heads.native, heads, requests, features)
+        singly = drafts_of(unchained, heads, requests, features)
+        for one, other in zip(chains, singly, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.probabilities == pytest.approx(other.probabilities, rel=1e-4)
+            num_drafts += len(one)
+    assert num_drafts > 60
 
 
 def test_what_is_outside_is_refused(library: Library) -> None:
@@ -359,10 +286,11 @@ def test_what_is_outside_is_refused(library: Library) -> None:
         rows = torch.tensor(tokens)
         with pytest.raises(IndexError, match=words):
             heads.run(rows, features[: len(tokens)], segment, outputs=outputs)
-    batch = HeadBatch(torch.tensor([1]), features[:1], True, (Segment((0,), 14, 1),), zero)
-    heads.native.draft_chains(batch, heads.cache, ChainOptions(2))
-    with pytest.raises(IndexError, match="too few blocks"):
-        heads.native.draft_chains(batch, heads.cache, ChainOptions(3))
+    batch = heads.batch(torch.tensor([1]), features[:1], Segment((0,), 13, 1))
+    sequence = TokenSequence(0, [1], max_len=9, arrival_ns=0)
+    request = DraftRequest(sequence, DraftShape(9, 9), SamplingParams(temperature=0.0))
+    (chain,) = heads.native.draft_chains(batch, heads.caches[0], [request])
+    assert len(chain) == 3  # what the block has room for, and one that is not read
 
 
 def test_words_outside_the_target_and_other_kinds_are_named(library: Library) -> None:
@@ -370,11 +298,11 @@ def test_words_outside_the_target_and_other_kinds_are_named(library: Library) ->
     tensors = head_tensors(heads.config, 0)
     tensors["d2t"][52] = 50
     with pytest.raises(ValueError, match="d2t"):
-        NativeHead(heads.config, tensors, heads.native._target, max_context=64)
+        NativeHead(heads.config, tensors, heads.target, max_context=64)
     tensors = head_tensors(heads.config, 0)
     tensors["fc.weight"][3, 4] = float("inf")
     with pytest.raises(ValueError, match="finite"):
-        NativeHead(heads.config, tensors, heads.native._target, max_context=64)
+        NativeHead(heads.config, tensors, heads.target, max_context=64)
     assert "head_dim 12" in str(unsupported_head_reason(head_config(head_dim=12)))
     medusa = head_config(kind="medusa", feature_layers=(2,), num_medusa_heads=2)
     assert "medusa" in str(unsupported_head_reason(medusa))

@@ -292,20 +292,63 @@ static void multiply(pn_draft_session *s, int number, int task, int thread) {
                     smallest_of(first + p->tiles_a_task, p->matrix->num_tiles), &p->epilogue);
 }
 
-/* The likeliest word, or the first at which the sum of probabilities passes `fraction`; and how
- * likely it is. `logits` become weights. */
-static int choose_word(float *logits, int num_words, float fraction, float temperature,
+/* The number, or (is_sum) the sum, of weights from `least` on. */
+static float measure(const float *weights, int num, float least, int is_sum) {
+    f8 total = f8_all(0);
+    int j = 0;
+    for (; j + PN_TILE <= num; j += PN_TILE) {
+        f8 weight = f8_load(weights + j);
+        s8 counts = weight >= f8_all(least);
+        total += (f8)((s8)(is_sum ? weight : f8_all(1.0f)) & counts);
+    }
+    float sum = f8_sum(total);
+    for (; j < num; j++) sum += weights[j] >= least ? (is_sum ? weights[j] : 1.0f) : 0.0f;
+    return sum;
+}
+
+/* The largest weight such that those from it on measure `needed`; `least` if none does. Weights are
+ * in (0, 1], where numbers compare as their bits do. */
+static float threshold(const float *weights, int num, float least, float needed, int is_sum) {
+    union { float value; uint32_t bits; } low = {.value = least}, high = {.value = 1.0f}, at;
+    if (measure(weights, num, 1.0f, is_sum) >= needed) return 1.0f;
+    while (low.bits + 1 < high.bits) { /* low measures enough, or is where to stop; high does not */
+        at.bits = low.bits + (high.bits - low.bits) / 2;
+        if (measure(weights, num, at.value, is_sum) >= needed) low = at; else high = at;
+    }
+    return low.value;
+}
+
+/* In the order of words, where the running sum of the weights passes `fraction` of all that may be
+ * drawn. */
+static int draw_word(const float *weights, int num, const pn_draft_choice *choice, float fraction) {
+    float least = 0.0f, passed = 0.0f;
+    if (choice->top_k > 0 && choice->top_k < num)
+        least = threshold(weights, num, least, (float)choice->top_k, 0);
+    if (choice->top_p < 1.0f)
+        least = threshold(weights, num, least, choice->top_p * measure(weights, num, least, 1), 1);
+    if (least < choice->min_p) least = choice->min_p;
+    float wanted = fraction * measure(weights, num, least, 1);
+    int last = 0;
+    for (int j = 0; j < num; j++) {
+        if (weights[j] < least || weights[j] == 0.0f) continue;
+        last = j;
+        passed += weights[j];
+        if (passed > wanted) break;
+    }
+    return last;
+}
+
+/* The likeliest word or, where `fraction` is not negative, the drawn one; and how likely it is.
+ * `logits` become weights. */
+static int choose_word(float *logits, int num_words, float fraction, const pn_draft_choice *choice,
                        float *probability) {
-    int padded = num_words / PN_TILE * PN_TILE, best = 0;
+    int padded = num_words / PN_TILE * PN_TILE, word = 0;
     f8 most = f8_all(-INFINITY), total = f8_all(0);
     for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(logits + j));
-    float largest = f8_largest(most);
+    float largest = f8_largest(most), sum = 0;
     for (int j = padded; j < num_words; j++) largest = largest > logits[j] ? largest : logits[j];
-    if (fraction < 0) {
-        while (best < num_words - 1 && logits[best] != largest) best++;
-        temperature = 1.0f;
-    }
-    float factor = 1.0f / temperature, sum = 0;
+    while (word < num_words - 1 && logits[word] != largest) word++;
+    float factor = fraction < 0 ? 1.0f : 1.0f / choice->temperature;
     for (int j = 0; j < padded; j += PN_TILE) {
         f8 weight = f8_exp((f8_load(logits + j) - largest) * factor);
         total += weight;
@@ -316,30 +359,23 @@ static int choose_word(float *logits, int num_words, float fraction, float tempe
         sum += logits[j];
     }
     sum += f8_sum(total);
-    if (fraction >= 0) {
-        float passed = 0, wanted = fraction * sum;
-        for (best = 0; best < num_words - 1; best++) {
-            passed += logits[best];
-            if (passed > wanted) break;
-        }
-    }
-    *probability = logits[best] / sum;
-    return best;
+    if (fraction >= 0) word = draw_word(logits, num_words, choice, fraction);
+    *probability = logits[word] / sum;
+    return word;
 }
 
 /* What follows the last row of a segment: a draft, and the next pass's row. */
 static void choose(pn_draft_session *s, const phase *p, int segment) {
     const pn_draft_batch *batch = s->batch;
+    const pn_draft_choice *choice = &batch->choices[segment];
     int64_t at = (int64_t)p->pass * batch->num_segments + segment;
-    if (s->chain_lengths[segment] < p->pass) return; /* has ended */
-    float probability;
-    float *logits = s->logits + (int64_t)segment * s->model->num_words;
-    int word = choose_word(logits, s->model->num_words, batch->fractions[at],
-                           batch->temperatures[segment], &probability);
+    if (s->chain_lengths[segment] < p->pass || p->pass >= choice->most_drafts) return;
+    float probability, *logits = s->logits + (int64_t)segment * s->model->num_words;
+    float fraction = batch->fractions[at];
+    int word = choose_word(logits, s->model->num_words, fraction, choice, &probability);
+    if (fraction >= 0) probability += batch->drawn_bonus * (1.0f - probability);
     s->products[segment] *= probability;
-    if (!(s->products[segment] >= batch->least_probability)) { /* NaN ends it too */
-        return;
-    }
+    if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
     s->chain_lengths[segment] = p->pass + 1;
     batch->out_tokens[at] = s->model->target_ids[word];
     batch->out_probabilities[at] = probability;
@@ -349,7 +385,7 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
 
 static int has_active(const pn_draft_session *s, int pass) {
     for (int i = 0; i < s->batch->num_segments; i++)
-        if (s->chain_lengths[i] >= pass) return 1;
+        if (s->chain_lengths[i] >= pass && s->batch->choices[i].most_drafts > pass) return 1;
     return 0;
 }
 
@@ -452,11 +488,11 @@ static void list_pass(pn_draft_session *s, int pass) {
                 (pn_epilogue){s->inner, s->inner_stride, PN_GATED, PN_SILU, 0});
     add_product(s, pass, num_rows, &m->down,
                 (product_input){s->inner, NULL, s->inner_stride, m->inner_size}, to_picked);
-    float *logits = batch->chooses ? s->logits : batch->logits;
+    float *logits = batch->choices ? s->logits : batch->logits;
     add_product(s, pass, num_rows, &m->head,
                 (product_input){s->picked, m->final_norm, size, m->hidden_size},
                 (pn_epilogue){logits, m->num_words, PN_STORE, 0, 0});
-    if (batch->chooses) add_phase(s, CHOOSE, pass, num_rows);
+    if (batch->choices) add_phase(s, CHOOSE, pass, num_rows);
 }
 
 /* Where all passes' rows lie, and the attention tasks of the first. */
@@ -512,20 +548,20 @@ static pn_result check(const pn_draft_model *m, const pn_cache *cache, const pn_
             return PN_BAD_SEGMENT;
         for (int b = 0; b <= (end - 1) / cache->block_size; b++)
             if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;
-        if (segment[3] && (length > PN_MAX_TREE_ROWS || !batch->parents || batch->chooses))
+        if (segment[3] && (length > PN_MAX_TREE_ROWS || !batch->parents || batch->choices))
             return PN_BAD_TREE;
         num_rows += length;
         if (num_rows > batch->num_rows) return PN_BAD_SEGMENT;
         const int32_t *parents = batch->parents + num_rows - length;
         for (int r = 0; segment[3] && r < length; r++)
             if (parents[r] < -1 || parents[r] >= r) return PN_BAD_TREE;
-        if (batch->chooses &&
+        if (batch->choices &&
             (i >= batch->num_outputs || batch->output_rows[i] != num_rows - 1))
             return PN_BAD_LOGIT_ROW;
     }
     if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
-    if (batch->chooses && batch->num_outputs != batch->num_segments) return PN_BAD_LOGIT_ROW;
-    if (!batch->chooses && batch->num_steps > 0) return PN_BAD_SEGMENT;
+    if (batch->choices && batch->num_outputs != batch->num_segments) return PN_BAD_LOGIT_ROW;
+    if (!batch->choices && batch->num_steps > 0) return PN_BAD_SEGMENT;
     for (int i = 0; i < batch->num_rows; i++)
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->target->vocab_size)
             return PN_BAD_TOKEN;
@@ -553,7 +589,7 @@ PN_EXPORT int pn_draft(pn_draft_session *s, const pn_cache *cache, const pn_draf
     if (batch->out_states && batch->num_outputs > 0)
         memcpy(batch->out_states, s->picked,
                sizeof(float) * batch->num_outputs * (size_t)s->model->hidden_size);
-    if (batch->chooses)
+    if (batch->choices)
         memcpy(batch->out_lengths, s->chain_lengths, sizeof(int32_t) * (size_t)batch->num_segments);
     return PN_DONE;
 }

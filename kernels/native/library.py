@@ -115,16 +115,27 @@ class DraftModel(Structure):
     )
 
 
+class DraftChoice(Structure):
+    """pn_draft_choice."""
+
+    _fields_ = (
+        *((n, c_float) for n in ("temperature", "top_p", "min_p", "least_probability")),
+        *((n, c_int32) for n in ("top_k", "most_drafts")),
+    )
+
+
 class DraftBatch(Structure):
     """pn_draft_batch."""
 
     _fields_ = (
         *((n, c_void_p) for n in ("token_ids", "features", "states", "output_rows", "segments")),
-        *((n, c_void_p) for n in ("parents", "block_ids", "fractions", "temperatures", "logits")),
-        *((n, c_void_p) for n in ("out_states", "out_tokens", "out_probabilities", "out_lengths")),
+        *((n, c_void_p) for n in ("parents", "block_ids")),
+        ("choices", POINTER(DraftChoice)),
+        *((n, c_void_p) for n in ("fractions", "logits", "out_states", "out_tokens")),
+        *((n, c_void_p) for n in ("out_probabilities", "out_lengths")),
         *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
-        ("least_probability", c_float),
-        ("chooses", c_int32),
+        ("drawn_bonus", c_float),
+        ("reserved", c_int32),
     )
 
 
@@ -166,7 +177,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pn_draft": (c_int, (c_void_p, POINTER(Cache), POINTER(DraftBatch))),
     "pn_session_profile": (POINTER(c_int64), (c_void_p, c_int)),
 }
-_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch)
+_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch, DraftChoice)
 
 
 class Library:

@@ -244,9 +244,16 @@ typedef struct {
     int32_t reserved;
 } pn_draft_model;
 
-/* Rows for a head. With num_steps > 0 the last row of each segment, the only ones in output_rows,
- * is continued: the likeliest word (or, where a fraction is given, the one that it draws) is the
- * next row's token, and so on. */
+/* How the drafts of one sequence are chosen. */
+typedef struct {
+    float temperature, top_p, min_p; /* of what is drawn from, as in llm_core/sampler.py */
+    float least_probability;         /* a chain ends before its product falls below this */
+    int32_t top_k, most_drafts;
+} pn_draft_choice;
+
+/* Rows for a head. With `choices` the last row of each segment, the only ones in output_rows, is
+ * continued num_steps times: the likeliest word, or the one that the fraction draws, is the next
+ * row's token, and so on. */
 typedef struct {
     const int64_t *token_ids;   /* [num_rows] */
     const float *features;      /* [num_rows][num_features], or NULL: see states */
@@ -255,16 +262,16 @@ typedef struct {
     const int32_t *segments;    /* [num_segments][4], as in pn_batch */
     const int32_t *parents;     /* as in pn_batch */
     const int32_t *block_ids;
-    const float *fractions; /* [num_steps + 1][num_segments] in [0, 1), below 0: the likeliest */
-    const float *temperatures; /* [num_segments] of the distribution that is drawn from */
-    float *logits;             /* [num_outputs][num_words]; with num_steps of the last step */
-    float *out_states;         /* [num_outputs][hidden_size]; likewise */
-    int64_t *out_tokens;       /* [num_steps + 1][num_segments] the target's tokens */
-    float *out_probabilities;  /* likewise */
-    int32_t *out_lengths;      /* [num_segments] drafts that count */
+    const pn_draft_choice *choices; /* [num_segments] or NULL */
+    const float *fractions;         /* [num_steps + 1][num_segments], below 0: the likeliest */
+    float *logits;            /* [num_outputs][num_words], without choices */
+    float *out_states;        /* [num_outputs][hidden_size], likewise */
+    int64_t *out_tokens;      /* [num_steps + 1][num_segments] the target's tokens */
+    float *out_probabilities; /* likewise */
+    int32_t *out_lengths;     /* [num_segments] drafts that count */
     int32_t num_rows, num_outputs, num_segments, num_steps;
-    float least_probability; /* a chain ends before its product falls below this */
-    int32_t chooses;         /* fill out_tokens, out_probabilities and out_lengths */
+    float drawn_bonus; /* what a drawn word's probability gains of what it lacks to 1 */
+    int32_t reserved;
 } pn_draft_batch;
 
 typedef struct {

@@ -15,6 +15,8 @@ import torch
 
 from llm_core.batch import Segment
 from llm_core.kv_cache import KvCache
+from llm_core.speculative.drafter import DraftRequest
+from llm_core.speculative.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +42,6 @@ class HeadResult:
     states: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedChain:
-    """Tokens that may follow a sequence, each with its probability given those before."""
-
-    token_ids: tuple[int, ...]
-    probabilities: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainOptions:
-    """How to continue each sequence of a batch.
-
-    ``max_drafts`` tokens at most; a chain ends before the product of its probabilities falls below
-    ``least_probability``. ``fractions[s][k]`` in [0, 1) is the number that draws the k-th token of
-    sequence s, by the inverse of the head's distribution at ``temperatures[s]``, in the order of
-    token ids; a sequence with no fractions, or too few, goes on with the likeliest.
-    """
-
-    max_drafts: int
-    least_probability: float = 0.0
-    fractions: Sequence[Sequence[float]] = ()
-    temperatures: Sequence[float] = ()
-
-
 class DraftHead(Protocol):
     """An EAGLE head, in torch or compiled."""
 
@@ -83,11 +61,11 @@ class DraftHead(Protocol):
 
 @runtime_checkable
 class ChainHead(DraftHead, Protocol):
-    """A head that drafts whole chains in one call: leaving compiled code between two drafts would
-    cost as much as a draft."""
+    """A head that goes on from its own drafts without coming back in between."""
 
     def draft_chains(
-        self, batch: HeadBatch, cache: KvCache, options: ChainOptions
-    ) -> list[DraftedChain]:
-        """Runs the batch's rows and goes on from the last of each segment; ``output_rows`` must be
-        these. The blocks of a segment hold ``max_drafts`` - 1 positions more, which are written."""
+        self, batch: HeadBatch, cache: KvCache, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        """What ``grow.Grower`` would make of shapes of width 1: runs the batch's rows, one segment
+        a request, and goes on from the last of each; ``output_rows`` must be these. What it reads
+        of its drafts it keeps behind the segments, and it stops where a segment's blocks end."""

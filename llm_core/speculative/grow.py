@@ -25,6 +25,7 @@ from llm_core.speculative.tree import DraftTree
 # How far a drawn token is trusted beyond its own probability: that two near distributions draw the
 # same token by one number is likelier than the token itself.
 DRAWN_BONUS = 0.5
+LEAST_TEMPERATURE = 0.05  # of the distribution that says how likely a drawn token is
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ class _Growing:
         drawn: int | None = None
         if fraction is not None:
             drawn = draw_token(logits, request.params, fraction)
-            logits = (logits - logits.max()) / np.float32(max(request.params.temperature, 0.05))
+            logits = (logits - logits.max()) / np.float32(
+                max(request.params.temperature, LEAST_TEMPERATURE)
+            )
         if width == 1 and drawn is None:
             drawn = int(logits.argmax())
         best = logits.max()

@@ -7,7 +7,7 @@ little that leaving the compiled code between two of them would cost as much aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,12 @@ from llm_core.native_decoder import (
 )
 from llm_core.quant.native_pack import pack_gated, pack_stacked
 from llm_core.rope import rope_tables
-from llm_core.speculative.draft_head import ChainOptions, DraftedChain, HeadBatch, HeadResult
+from llm_core.speculative.draft_head import HeadBatch, HeadResult
+from llm_core.speculative.drafter import DraftRequest
+from llm_core.speculative.eagle import halves_to_pairs, target_ids
+from llm_core.speculative.grow import DRAWN_BONUS, LEAST_TEMPERATURE
 from llm_core.speculative.head_config import HeadConfig
+from llm_core.speculative.tree import DraftTree
 
 
 def unsupported_head_reason(config: HeadConfig) -> str | None:
@@ -50,7 +54,7 @@ class NativeHead:
         max_context: int,
     ) -> None:
         """The caller has asked ``unsupported_head_reason`` and checked shapes. Raises ValueError
-        for weights that are not finite, MemoryError."""
+        for weights that are not finite and as ``eagle.target_ids``, MemoryError."""
         reason = unsupported_head_reason(config)
         assert reason is None, reason
         assert config.hidden_size == target.config.hidden_size
@@ -60,7 +64,7 @@ class NativeHead:
         self._session = None
         self._memory = target.library.memory()
         self._kept: list[PackedMatrix | torch.Tensor] = []  # what the structure points at
-        self._target_ids = _target_ids(config, tensors)
+        self._target_ids = target_ids(config, tensors).contiguous()
         self._layer = _layer_config(config, max_context)
         self._struct = self._make_struct(tensors, max_context)
         self._session = self._functions.pn_draft_session_create(target.pool.handle, self._struct)
@@ -107,39 +111,46 @@ class NativeHead:
         return result
 
     def draft_chains(
-        self, batch: HeadBatch, cache: KvCache, options: ChainOptions
-    ) -> list[DraftedChain]:
-        """Runs the batch's rows and goes on from the last of each segment; ``output_rows`` must be
-        these. The blocks of a segment hold ``max_drafts`` - 1 positions more, which are written.
-
-        Raises as ``forward`` does.
-        """
-        assert options.max_drafts > 0
-        num_segments, num_more = len(batch.segments), options.max_drafts - 1
-        segments = SegmentArrays(batch.segments, cache.block_size, num_more)
-        fractions = np.full((options.max_drafts, num_segments), -1.0, dtype=np.float32)
-        for i, drawn in enumerate(options.fractions):
-            fractions[: len(drawn), i] = drawn[: options.max_drafts]
-        temperatures = np.ones(num_segments, dtype=np.float32)
-        temperatures[: len(options.temperatures)] = options.temperatures
-        tokens = np.zeros((options.max_drafts, num_segments), dtype=np.int64)
-        probabilities = np.zeros((options.max_drafts, num_segments), dtype=np.float32)
+        self, batch: HeadBatch, cache: KvCache, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        """See ``ChainHead``; raises as ``forward`` does."""
+        num_segments = len(batch.segments)
+        room = min(len(s.block_ids) * cache.block_size - s.end for s in batch.segments)
+        limits = [min(r.shape.max_depth, r.shape.max_drafts, room + 1) for r in requests]
+        assert num_segments == len(requests) and min(limits) > 0
+        num_steps = max(limits) - 1
+        segments = SegmentArrays(batch.segments, cache.block_size, num_steps)
+        fractions = np.full((num_steps + 1, num_segments), -1.0, dtype=np.float32)
+        choices = (native.DraftChoice * num_segments)()
+        for i, request in enumerate(requests):
+            params, drawn = request.params, request.fractions[: num_steps + 1]
+            fractions[: len(drawn), i] = drawn
+            choices[i] = native.DraftChoice(
+                temperature=max(params.temperature, LEAST_TEMPERATURE),
+                top_p=params.top_p,
+                min_p=params.min_p,
+                least_probability=request.shape.least_probability,
+                # What is colder than that draws the likeliest.
+                top_k=1 if params.temperature < LEAST_TEMPERATURE else params.top_k,
+                most_drafts=limits[i],
+            )
+        tokens = np.zeros((num_steps + 1, num_segments), dtype=np.int64)
+        probabilities = np.zeros((num_steps + 1, num_segments), dtype=np.float32)
         lengths = np.zeros(num_segments, dtype=np.int32)
         self._run(
             batch,
             cache,
             segments,
+            choices=choices,
             fractions=fractions.ctypes.data,
-            temperatures=temperatures.ctypes.data,
             out_tokens=tokens.ctypes.data,
             out_probabilities=probabilities.ctypes.data,
             out_lengths=lengths.ctypes.data,
-            num_steps=num_more,
-            least_probability=options.least_probability,
-            chooses=1,
+            num_steps=num_steps,
+            drawn_bonus=DRAWN_BONUS,
         )
         return [
-            DraftedChain(tuple(tokens[:n, i].tolist()), tuple(probabilities[:n, i].tolist()))
+            DraftTree.chain(tokens[:n, i].tolist(), probabilities[:n, i].tolist())
             for i, n in enumerate(lengths.tolist())
         ]
 
@@ -240,13 +251,6 @@ class NativeHead:
         return kept.data_ptr()
 
 
-def halves_to_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head [num_heads * head_dim, K] from halves (j, j + head_dim / 2), as published,
-    to the pairs (2j, 2j + 1) that our RoPE turns."""
-    halves = weight.view(num_heads, 2, -1, weight.shape[1])
-    return halves.transpose(1, 2).reshape(weight.shape)
-
-
 def _layer_config(config: HeadConfig, context_len: int) -> ModelConfig:
     """The head's one layer as a model, for what knows models: the cache and RoPE."""
     return ModelConfig(
@@ -261,13 +265,3 @@ def _layer_config(config: HeadConfig, context_len: int) -> ModelConfig:
         rms_eps=config.rms_eps,
         rope_theta=config.rope_theta,
     )
-
-
-def _target_ids(config: HeadConfig, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int64 [draft vocabulary]. Raises ValueError where one is not a token of the target."""
-    ids = torch.arange(config.draft_vocab_size)
-    if config.has_draft_vocab:
-        ids = ids + tensors["d2t"].to(torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError("d2t leads outside the target's vocabulary")
-    return ids.contiguous()
