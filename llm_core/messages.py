@@ -208,6 +208,20 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts did. ``num_steps`` of a sequence verified ``num_drafted`` drafts, of which
+    ``num_accepted`` were right; by depth: the first entry counts drafts that follow known text.
+    ``draft_ns`` was spent on drafting, ``verify_ns`` on the steps that verified."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    draft_ns: int = 0
+    verify_ns: int = 0
+
+
 class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """The last event of a generation."""
 
@@ -215,6 +229,7 @@ class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     usage: Usage
     num_steps: int
     finished_ns: int
+    speculation: Speculation = Speculation()
 
 
 GenerationEvent = FirstToken | TextDelta | GenerationDone
@@ -252,6 +267,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_preempted: int = 0
     total_timeouts: int = 0
     total_downgraded: int = 0
+    speculation: Speculation = Speculation()
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,6 @@
  */
 #include "parley.h"
 
-#include <stdlib.h>
-
 typedef enum {
     EMBED,
     NORM_ATTENTION, QUERY_KEY_VALUE, ROTATE, ATTEND,
@@ -58,15 +56,6 @@ typedef struct {
     int is_profiling;
     int64_t kind_ns[NUM_KINDS];
 } pn_session;
-
-static void *take(int64_t num_bytes) {
-    int64_t rounded = (num_bytes + PN_ALIGNMENT) / PN_ALIGNMENT * PN_ALIGNMENT;
-    return aligned_alloc(PN_ALIGNMENT, (size_t)rounded);
-}
-
-static int round_up(int value, int to) { return (value + to - 1) / to * to; }
-static int largest_of(int a, int b) { return a > b ? a : b; }
-static int smallest_of(int a, int b) { return a < b ? a : b; }
 
 /* ---- sessions ---------------------------------------------------------------------------- */
 
@@ -173,10 +162,9 @@ PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
 
 /* ---- tasks ------------------------------------------------------------------------------- */
 
-static void embed(pn_session *s, int row) {
-    const pn_model *m = s->model;
-    float *out = s->hidden + (int64_t)row * m->hidden_size;
-    int64_t token = s->batch->token_ids[row], first = token * m->hidden_size;
+/* The embedding of one token, [hidden_size]. */
+void pn_embed(const pn_model *m, int64_t token, float *out) {
+    int64_t first = token * m->hidden_size;
     if (!m->embedding) {
         pn_matrix_row(&m->embedding_matrix, (int)token, out);
     } else if (m->embedding_type == PN_F32) {
@@ -371,7 +359,9 @@ static void run_task(void *context, int number, int task, int thread) {
     int first = task * PN_ROW_BLOCK, end = smallest_of(first + PN_ROW_BLOCK, p->num_rows);
     switch (p->kind) {
     case EMBED:
-        for (int row = first; row < end; row++) embed(s, row);
+        for (int row = first; row < end; row++)
+            pn_embed(s->model, s->batch->token_ids[row],
+                     s->hidden + (int64_t)row * s->model->hidden_size);
         break;
     case ROTATE:
         for (int row = first; row < end; row++) rotate(s, layer, p->layer, row);

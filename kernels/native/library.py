@@ -98,6 +98,36 @@ class Batch(Structure):
     )
 
 
+class DraftModel(Structure):
+    """pn_draft_model."""
+
+    _fields_ = (
+        *((n, Matrix) for n in ("features", "hidden_proj", "embedding_proj", "query_key_value")),
+        *((n, Matrix) for n in ("attention_output", "gate_up", "down", "head")),
+        *((n, c_void_p) for n in ("embedding_norm", "hidden_norm", "ffn_norm", "final_norm")),
+        *((n, c_void_p) for n in ("rotations", "target_ids")),
+        ("target", POINTER(Model)),
+        *((n, c_int32) for n in ("num_features", "normalises_features", "hidden_size")),
+        *((n, c_int32) for n in ("num_heads", "num_kv_heads", "head_dim", "inner_size")),
+        *((n, c_int32) for n in ("num_words", "max_context")),
+        *((n, c_float) for n in ("rms_eps", "score_scale")),
+        ("reserved", c_int32),
+    )
+
+
+class DraftBatch(Structure):
+    """pn_draft_batch."""
+
+    _fields_ = (
+        *((n, c_void_p) for n in ("token_ids", "features", "states", "output_rows", "segments")),
+        *((n, c_void_p) for n in ("parents", "block_ids", "fractions", "temperatures", "logits")),
+        *((n, c_void_p) for n in ("out_states", "out_tokens", "out_probabilities", "out_lengths")),
+        *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
+        ("least_probability", c_float),
+        ("chooses", c_int32),
+    )
+
+
 class Epilogue(Structure):
     """pn_epilogue."""
 
@@ -108,6 +138,11 @@ class Epilogue(Structure):
         ("activation", c_int32),
         ("softcap", c_float),
     )
+
+
+def pointer(structure: Model) -> Any:
+    """For a field that points at a structure; it does not keep it alive."""
+    return ctypes.pointer(structure)
 
 
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
@@ -125,9 +160,13 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pn_session_create": (c_void_p, (c_void_p, POINTER(Model))),
     "pn_session_destroy": (None, (c_void_p,)),
     "pn_forward": (c_int, (c_void_p, POINTER(Cache), POINTER(Batch))),
+    "pn_matrix_row": (None, (POINTER(Matrix), c_int, c_void_p)),
+    "pn_draft_session_create": (c_void_p, (c_void_p, POINTER(DraftModel))),
+    "pn_draft_session_destroy": (None, (c_void_p,)),
+    "pn_draft": (c_int, (c_void_p, POINTER(Cache), POINTER(DraftBatch))),
     "pn_session_profile": (POINTER(c_int64), (c_void_p, c_int)),
 }
-_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue)
+_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch)
 
 
 class Library:

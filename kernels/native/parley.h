@@ -23,6 +23,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if !defined(PARLEY_SCALAR) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -44,6 +45,14 @@
 #define PN_SEGMENT_FIELDS 4
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
+
+static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
+static inline int largest_of(int a, int b) { return a > b ? a : b; }
+static inline int smallest_of(int a, int b) { return a < b ? a : b; }
+static inline void *take(int64_t num_bytes) { /* NULL without memory */
+    int64_t rounded = (num_bytes + PN_ALIGNMENT) / PN_ALIGNMENT * PN_ALIGNMENT;
+    return aligned_alloc(PN_ALIGNMENT, (size_t)rounded);
+}
 
 /* ---- vectors of 8 floats --------------------------------------------------------------- */
 
@@ -221,6 +230,43 @@ typedef struct {
     int32_t num_rows, num_logits, num_segments, num_taps;
 } pn_batch;
 
+/* An EAGLE-3 head, see llm_core/speculative/head_config.py; absent matrices have no data. */
+typedef struct {
+    pn_matrix features, hidden_proj, embedding_proj;
+    pn_matrix query_key_value, attention_output, gate_up, down, head;
+    const float *embedding_norm, *hidden_norm, *ffn_norm, *final_norm;
+    const float *rotations;    /* [positions][head_dim / 2][cos, sin] */
+    const int64_t *target_ids; /* [num_words] the target's token of each draft word */
+    const pn_model *target;    /* for its embedding */
+    int32_t num_features, normalises_features, hidden_size, num_heads, num_kv_heads, head_dim;
+    int32_t inner_size, num_words, max_context;
+    float rms_eps, score_scale;
+    int32_t reserved;
+} pn_draft_model;
+
+/* Rows for a head. With num_steps > 0 the last row of each segment, the only ones in output_rows,
+ * is continued: the likeliest word (or, where a fraction is given, the one that it draws) is the
+ * next row's token, and so on. */
+typedef struct {
+    const int64_t *token_ids;   /* [num_rows] */
+    const float *features;      /* [num_rows][num_features], or NULL: see states */
+    const float *states;        /* [num_rows][hidden_size] outputs of earlier rows */
+    const int64_t *output_rows; /* [num_outputs] ascending */
+    const int32_t *segments;    /* [num_segments][4], as in pn_batch */
+    const int32_t *parents;     /* as in pn_batch */
+    const int32_t *block_ids;
+    const float *fractions; /* [num_steps + 1][num_segments] in [0, 1), below 0: the likeliest */
+    const float *temperatures; /* [num_segments] of the distribution that is drawn from */
+    float *logits;             /* [num_outputs][num_words]; with num_steps of the last step */
+    float *out_states;         /* [num_outputs][hidden_size]; likewise */
+    int64_t *out_tokens;       /* [num_steps + 1][num_segments] the target's tokens */
+    float *out_probabilities;  /* likewise */
+    int32_t *out_lengths;      /* [num_segments] drafts that count */
+    int32_t num_rows, num_outputs, num_segments, num_steps;
+    float least_probability; /* a chain ends before its product falls below this */
+    int32_t chooses;         /* fill out_tokens, out_probabilities and out_lengths */
+} pn_draft_batch;
+
 typedef struct {
     int8_t *codes;
     float *meta;
@@ -255,7 +301,8 @@ int64_t pn_meta_floats(int num_rows, int num_groups);
 
 void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_rows,
                      int first_tile, int end_tile, const pn_epilogue *epilogue);
-void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
+void pn_embed(const pn_model *model, int64_t token, float *out);
+PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
 
 typedef struct {
     const pn_cache *cache;

@@ -35,7 +35,7 @@ class Learner(Protocol):
 
     weights: dict[str, torch.Tensor]
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor: ...
+    def word_logits(self, output: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Training:
                 for batch in batches(chosen, self._options.batch_anchors, 0):
                     matches = []
                     for output in self._unroll(batch, (1.0,) * DEPTH, generator):
-                        drafted = self.head.logits(output.output).argmax(-1)
+                        drafted = self.head.word_logits(output.output).argmax(-1)
                         matches.append((output.rows, drafted == self._index[output.words]))
                     more = accepted_lengths(batch, matches, DEPTH)
                     tokens, rounds = tokens + more[0], rounds + more[1]
@@ -193,7 +193,7 @@ class Training:
         total = torch.zeros(())
         rates = []
         for j, output in enumerate(self._unroll(batch, self._options.step_shares, generator)):
-            logits = self.head.logits(output.output)
+            logits = self.head.word_logits(output.output)
             loss, is_right = self._objective.loss(j, output, logits, self._index)
             total = total + loss
             rates.append(float(is_right.float().mean()))

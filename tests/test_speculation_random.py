@@ -1,0 +1,216 @@
+"""Speculative and plain output are equal, token by token: a float32 model, every drafter, chains
+and trees, temperatures 0, 0.7 and 1.0, batches of mixed requests.
+
+``PARLEY_SPECULATION_CASES=20000`` sets how many requests are tried.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llm_core.engine import Engine
+from llm_core.messages import RequestOptions, SamplingParams
+from llm_core.runner import ModelRunner
+from llm_core.sampler import SamplerState, sample_row
+from llm_core.speculative.control import FixedController
+from llm_core.speculative.draft_model import DraftModelDrafter
+from llm_core.speculative.drafter import Drafter, DraftShape
+from llm_core.speculative.eagle import EagleHead, TargetRows, head_shapes
+from llm_core.speculative.eagle_drafter import EagleDrafter
+from llm_core.speculative.head_config import HeadConfig
+from llm_core.speculative.medusa import MedusaHeads
+from llm_core.speculative.medusa_drafter import MedusaDrafter
+from llm_core.speculative.ngram import NgramDrafter
+from tests.fake_drafter import GuessingDrafter
+from tests.random_llama import random_weights, run_chunk, tiny_config
+from tests.test_engine import assert_nothing_left, make_engine, prompt_of, user
+from tests.tiny_model import TOKENS
+
+NUM_CASES = int(os.environ.get("PARLEY_SPECULATION_CASES", "1000"))
+BATCH = 6
+CONFIG = tiny_config(vocab_size=len(TOKENS), context_len=160, hidden_size=32, num_heads=2)
+NUM_BLOCKS, BLOCK_SIZE = 40, 8
+SHAPES = {"chain": DraftShape(4, 4), "tree": DraftShape(9, 4, width=3)}
+WORDS = ("hello", "what", "the end", "x", "in the user", "hello hello", "tell me")
+Text = tuple[int, ...]
+
+
+@cache
+def runner() -> ModelRunner:
+    weights = random_weights(CONFIG)
+    weights["head"] = weights["head"] * 3  # likelier tokens: drafts are right now and then
+    return ModelRunner(CONFIG, weights, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+def head_tensors(config: HeadConfig, seed: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in head_shapes(config).items():
+        values = torch.randn(shape, generator=generator)
+        tensors[name] = values / shape[-1] ** 0.5 if len(shape) == 2 else 1 + 0.1 * values
+    if config.has_draft_vocab:
+        tensors["d2t"] = torch.arange(config.draft_vocab_size)  # every second word
+    return tensors
+
+
+def head_config(kind: Any, **changes: Any) -> HeadConfig:
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "hidden_size": CONFIG.hidden_size,
+        "vocab_size": CONFIG.vocab_size,
+        "draft_vocab_size": 120,
+        "feature_layers": (0, 1, 2) if kind == "eagle3" else (2,),
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 24,
+    }
+    return HeadConfig(**(fields | changes))
+
+
+def target_rows() -> TargetRows:
+    return TargetRows.of(CONFIG, random_weights(CONFIG))
+
+
+def eagle(kind: Any = "eagle3", **changes: Any) -> Drafter:
+    config = head_config(kind, **changes)
+    head = EagleHead(config, head_tensors(config), target_rows(), max_context=160)
+    return EagleDrafter(head, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_sequences=BATCH)
+
+
+def eagle1() -> Drafter:
+    return eagle("eagle1", draft_vocab_size=CONFIG.vocab_size, has_draft_vocab=False)
+
+
+def medusa() -> Drafter:
+    config = head_config("medusa", num_medusa_heads=3)
+    return MedusaDrafter(MedusaHeads(config, head_tensors(config), target_rows()))
+
+
+def draft_model() -> Drafter:
+    """The target itself: its drafts are right nearly always, drawn ones too."""
+    weights = random_weights(CONFIG)
+    weights["head"] = weights["head"] * 3
+    model = ModelRunner(CONFIG, weights, num_blocks=100, block_size=8)
+    return DraftModelDrafter(model, vocab_size=len(TOKENS))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": NgramDrafter,
+    "eagle3": eagle,
+    "eagle1": eagle1,
+    "medusa": medusa,
+    "draft_model": draft_model,
+}
+
+
+def random_requests(rng: random.Random, temperature: float) -> list[tuple[str, SamplingParams]]:
+    requests = []
+    for _ in range(BATCH):
+        text = " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))
+        fields: dict[str, Any] = {"max_tokens": rng.randint(1, 10), "seed": rng.randrange(1 << 40)}
+        fields["temperature"] = temperature
+        for name, value, share in (
+            ("top_p", 0.8, 0.3),
+            ("top_k", 20, 0.2),
+            ("min_p", 0.05, 0.1),
+            ("repetition_penalty", 1.2, 0.2),
+            ("frequency_penalty", 0.4, 0.2),
+            ("presence_penalty", 0.4, 0.1),
+            ("logit_bias", {70: 4.0, 71: -5.0, 2: 1.0}, 0.2),
+            ("ignore_eos", True, 0.5),
+            ("min_tokens", min(5, fields["max_tokens"]), 0.2),
+            ("stop", ("a", "e", "\n"), 0.2),
+            ("logprobs", 2, 0.2),
+        ):
+            if rng.random() < share:
+                fields[name] = value
+        requests.append((text, SamplingParams(**fields)))
+    return requests
+
+
+def run_all(engine: Engine, requests: list[tuple[str, SamplingParams]]) -> tuple[list[Text], Any]:
+    """Each request's tokens, prompt included, and all that was said of it."""
+    sequences = {}
+    events: dict[int, list[Any]] = {number: [] for number in range(len(requests))}
+    for number, (text, params) in enumerate(requests):
+        engine.submit(number, user(text), params, received_ns=0, options=RequestOptions())
+        sequences[number] = engine._requests[number].sequence
+    while engine.has_work:
+        for number, event in engine.step():
+            assert not isinstance(event, Exception), event
+            fields = {name: getattr(event, name) for name in event.__struct_fields__}
+            for name in ("first_token_ns", "finished_ns", "num_steps", "speculation"):
+                fields.pop(name, None)
+            for name in ("scheduled_ns", "cached_tokens", "usage"):
+                fields.pop(name, None)
+            events[number].append((type(event).__name__, fields))
+        engine.scheduler.check()
+    assert_nothing_left(engine)
+    return [tuple(sequences[number].token_ids) for number in range(len(requests))], events
+
+
+def assert_equal(plain: Text, said: Text, text: str, params: SamplingParams) -> None:
+    """Equal, or apart from where rounding in the last bits of a sum decides."""
+    if plain == said:
+        return
+    at = next(i for i, (a, b) in enumerate(zip(plain, said, strict=False)) if a != b)
+    prompt_len = len(prompt_of(text))
+    state = SamplerState(params, plain[:prompt_len], vocab_size=len(TOKENS))
+    for token in plain[prompt_len:at]:
+        state.observe(token)
+    logits = run_chunk(runner(), torch.tensor(plain[:at]))[-1].numpy()
+    noise = np.random.default_rng(0)
+    near = {
+        sample_row(logits + noise.normal(0, 1e-5, len(logits)).astype(np.float32), state, at)
+        for _ in range(200)
+    }
+    assert {plain[at], said[at]} <= near, f"token {at} of {said}, should be {plain[at]}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("name", [*DRAFTERS, "guessing"])
+def test_equal_to_plain_decoding(name: str, shape: DraftShape, temperature: float) -> None:
+    rng = random.Random(f"{name} {shape} {temperature}")
+    drafted = accepted = 0
+    for case in range(max(1, round(NUM_CASES / BATCH / 36))):
+        requests = random_requests(rng, temperature)
+        plain, plain_events = run_all(engine_of(None, shape, case), requests)
+        if name == "guessing":
+            drafter: Drafter = GuessingDrafter(
+                lambda t, plain=plain: next(  # type: ignore[misc]
+                    (p[len(t)] for p in plain if len(p) > len(t) and list(p[: len(t)]) == t), 5
+                ),
+                len(TOKENS),
+                seed=case,
+            )
+        else:
+            drafter = DRAFTERS[name]()
+        engine = engine_of(drafter, shape, case)
+        said, events = run_all(engine, requests)
+        for a, b, (text, params) in zip(plain, said, requests, strict=True):
+            assert_equal(a, b, text, params)
+        if said == plain and not any(p.logprobs for _, p in requests):
+            assert events == plain_events
+        drafted += engine.stats().speculation.num_drafted
+        accepted += engine.stats().speculation.num_accepted
+    assert drafted > (0 if name == "ngram" else 20)
+    if name in ("guessing", "draft_model"):
+        assert accepted > 0.2 * drafted, "otherwise nothing is tried"
+
+
+def engine_of(drafter: Drafter | None, shape: DraftShape, seed: int) -> Engine:
+    engine = make_engine(runner(), max_sequences=BATCH - seed % 2)
+    engine.scheduler.mixed_budget = 5 + seed % 20
+    if drafter is not None:
+        engine.speculate(drafter, FixedController(shape))
+    return engine
