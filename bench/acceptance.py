@@ -1,12 +1,12 @@
 """How many tokens a step drafts would bring, by drafter, tree, prompts and temperature; exact.
 
-    python bench/acceptance.py MODEL [--head DIR] [--medusa DIR] [--prompts DIR] [--count 32]
+    python bench/acceptance.py MODEL [--drafter auto|ngram|PATH ...] [--prompts DIR] [--count 32]
 
 The model answers prompts by plain decoding first. Then every drafter goes over these answers as it
 would when decoding: it proposes, what was really said decides, and it sees the hidden states of
 what was accepted. Speculation is lossless, so the engine's rounds are these and no others. Prompts
 are of ../shared/data/prompts: what people ask assistants aloud (with Parley's own instructions),
-and school mathematics (with none). Heads run in torch, as they were stored.
+and school mathematics (with none). Drafters are the engine's own (``EngineConfig.speculation``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,12 +32,8 @@ from llm_core.runner import ModelRunner
 from llm_core.sampler import SamplerState, sample_row, uniform
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.accept import accept
+from llm_core.speculative.choice import make_drafter
 from llm_core.speculative.drafter import ComputedRows, Drafter, DraftRequest, DraftShape
-from llm_core.speculative.eagle import EagleHead, TargetRows
-from llm_core.speculative.eagle_drafter import EagleDrafter
-from llm_core.speculative.head_files import bundled_head, fingerprint, read_head
-from llm_core.speculative.medusa import MedusaHeads
-from llm_core.speculative.medusa_drafter import MedusaDrafter
 from llm_core.speculative.ngram import NgramDrafter
 from llm_core.speculative.train.topics import PARLEY_INSTRUCTIONS
 
@@ -180,37 +177,10 @@ def advance(
     drafter.observe([ComputedRows(sequence, start, num_rows, taken)])
 
 
-def drafters(opened: OpenModel, options: argparse.Namespace, num_sequences: int) -> list[Drafter]:
-    config, weights = opened.model.config, opened.model.weights
-    mark = fingerprint(config, weights)
-    rows = TargetRows.of(config, weights)
-    found: list[Drafter] = []
-    directory = options.head or bundled_head(mark)
-    if directory is not None:
-        head = read_head(directory, config, mark)
-        found.append(
-            EagleDrafter(
-                EagleHead(head.config, head.tensors, rows, max_context=MAX_LEN + 64),
-                num_blocks=num_sequences * MAX_LEN // BLOCK_SIZE,
-                block_size=BLOCK_SIZE,
-                max_sequences=num_sequences,
-                name=head.config.kind,
-            )
-        )
-    if options.medusa is not None:
-        heads = read_head(options.medusa, config, mark)
-        found.append(MedusaDrafter(MedusaHeads(heads.config, heads.tensors, rows)))
-    if options.ngram:
-        found.append(NgramDrafter())
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--head", type=Path, help="an EAGLE head; default: the bundled one")
-    parser.add_argument("--medusa", type=Path, help="Medusa heads")
-    parser.add_argument("--ngram", action="store_true", help="prompt lookup too")
+    parser.add_argument("--drafter", action="append", help="auto (default), ngram, or a path")
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--prompts", type=Path, default=root.parent / "shared/data/prompts")
     parser.add_argument("--count", type=int, default=32, help="prompts of each set")
@@ -232,14 +202,19 @@ def main() -> None:
     engine_config = EngineConfig(
         model_path=options.model,
         num_threads=options.threads,
+        max_sequences=num_sequences,
         max_context=MAX_LEN,
         kv_cache_tokens=num_sequences * MAX_LEN,
     )
     started, rows = time.monotonic(), []
     with open_model(options.model) as opened:
         runner = ModelRunner.of(opened.model, engine_config)
-        for drafter in drafters(opened, options, num_sequences):
-            runner.set_feature_layers(drafter.feature_layers or (opened.model.config.num_layers,))
+        for wanted in options.drafter or ["auto"]:
+            config = structs.replace(engine_config, speculation=wanted)
+            drafter = make_drafter(config, runner, opened)
+            if drafter is None:
+                sys.exit("no head comes with this model")
+            runner.set_feature_layers(drafter.feature_layers or (runner.config.num_layers,))
             for name, prompts in sets.items():
                 for temperature in TEMPERATURES:
                     answers = plain_answers(runner, opened, prompts, options, temperature)

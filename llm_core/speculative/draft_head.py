@@ -7,8 +7,9 @@ layer, with the block ids of the target's: position i of a sequence is kept at t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -39,6 +40,30 @@ class HeadResult:
     states: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedChain:
+    """Tokens that may follow a sequence, each with its probability given those before."""
+
+    token_ids: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainOptions:
+    """How to continue each sequence of a batch.
+
+    ``max_drafts`` tokens at most; a chain ends before the product of its probabilities falls below
+    ``least_probability``. ``fractions[s][k]`` in [0, 1) is the number that draws the k-th token of
+    sequence s, by the inverse of the head's distribution at ``temperatures[s]``, in the order of
+    token ids; a sequence with no fractions, or too few, goes on with the likeliest.
+    """
+
+    max_drafts: int
+    least_probability: float = 0.0
+    fractions: Sequence[Sequence[float]] = ()
+    temperatures: Sequence[float] = ()
+
+
 class DraftHead(Protocol):
     """An EAGLE head, in torch or compiled."""
 
@@ -54,3 +79,15 @@ class DraftHead(Protocol):
 
     def forward(self, batch: HeadBatch, cache: KvCache) -> HeadResult:
         """Writes the rows' keys and values. Called under inference mode."""
+
+
+@runtime_checkable
+class ChainHead(DraftHead, Protocol):
+    """A head that drafts whole chains in one call: leaving compiled code between two drafts would
+    cost as much as a draft."""
+
+    def draft_chains(
+        self, batch: HeadBatch, cache: KvCache, options: ChainOptions
+    ) -> list[DraftedChain]:
+        """Runs the batch's rows and goes on from the last of each segment; ``output_rows`` must be
+        these. The blocks of a segment hold ``max_drafts`` - 1 positions more, which are written."""

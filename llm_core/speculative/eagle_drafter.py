@@ -13,6 +13,7 @@ distances only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,9 +21,15 @@ import torch
 from llm_core.batch import Segment
 from llm_core.block_tables import BlockCopy
 from llm_core.sequence import TokenSequence
-from llm_core.speculative.draft_head import DraftHead, HeadBatch, HeadResult
+from llm_core.speculative.draft_head import (
+    ChainHead,
+    ChainOptions,
+    DraftHead,
+    HeadBatch,
+    HeadResult,
+)
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
-from llm_core.speculative.grow import DraftPlace, Grower
+from llm_core.speculative.grow import DRAWN_BONUS, DraftPlace, Grower
 from llm_core.speculative.tree import EMPTY, DraftTree
 
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
@@ -99,6 +106,15 @@ class _Reading:
             self.num_waiting = length - self.done
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of one sequence for the head: their features, and the tokens after them."""
+
+    segment: Segment
+    features: torch.Tensor
+    token_ids: list[int]
+
+
 class EagleDrafter:
     """See ``Drafter``. Chains where ``width`` is 1, else EAGLE-2's dynamic trees."""
 
@@ -162,10 +178,12 @@ class EagleDrafter:
             return trees
         chosen = [requests[index] for index in able]
         with torch.inference_mode():
-            grower = self._begin(chosen, list(able.values()))
-            while (batch := grower.next_batch()) is not None:
-                grower.take(self._head.forward(batch, self._cache))
-        for index, tree in zip(able, grower.trees(), strict=True):
+            parts = self._parts(chosen, list(able.values()))
+            if isinstance(self._head, ChainHead) and chosen[0].shape.width == 1:
+                grown = self._chains(self._head, chosen, parts)
+            else:
+                grown = self._trees(chosen, list(able.values()), parts)
+        for index, tree in zip(able, grown, strict=True):
             trees[index] = tree
         return trees
 
@@ -200,56 +218,88 @@ class EagleDrafter:
         with torch.inference_mode():
             while count > 0:
                 length = min(count, _LARGEST_CHUNK)
-                self._forward([self._segment(sequence, reading, length)], torch.arange(0))
+                self._forward([self._part(sequence, reading, length)], torch.arange(0))
                 count -= length
 
-    def _begin(self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]) -> Grower:
-        """Reads what waits, and what the head says then is where drafts begin."""
+    def _parts(self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]) -> list[_Part]:
+        """What waits of each sequence, as rows for the head; of long prompts the last rows, after
+        the others were read."""
         parts = []
-        last_rows: list[int] = []
-        num_rows = 0
         for request, reading in zip(requests, readings, strict=True):
             while reading.num_waiting > _LARGEST_CHUNK:
-                part = self._segment(request.sequence, reading, _LARGEST_CHUNK)
+                part = self._part(request.sequence, reading, _LARGEST_CHUNK)
                 self._forward([part], torch.arange(0))
-            parts.append(self._segment(request.sequence, reading, reading.num_waiting))
-            num_rows += parts[-1][0].length
-            last_rows.append(num_rows - 1)
-        result = self._forward(parts, torch.tensor(last_rows))
-        places = [
-            self._place(index, request.sequence, reading)
-            for index, (request, reading) in enumerate(zip(requests, readings, strict=True))
-        ]
-        return Grower(requests, result, places, self._target_ids)
+            parts.append(self._part(request.sequence, reading, reading.num_waiting))
+        return parts
 
-    def _segment(
-        self, sequence: TokenSequence, reading: _Reading, length: int
-    ) -> tuple[Segment, torch.Tensor, list[int]]:
-        """The first ``length`` waiting rows as a segment, their features, the tokens after them."""
+    def _trees(
+        self,
+        requests: Sequence[DraftRequest],
+        readings: Sequence[_Reading],
+        parts: Sequence[_Part],
+    ) -> list[DraftTree]:
+        ends = torch.tensor([part.segment.length for part in parts]).cumsum(0) - 1
+        places = []
+        for index, (request, reading) in enumerate(zip(requests, readings, strict=True)):
+            table = self._with_scratch(index, request.sequence, parts[index].segment.block_ids)
+            start = reading.done - reading.base
+            places.append(DraftPlace(table, start, len(table) * self._block_size - start))
+        grower = Grower(requests, self._forward(parts, ends), places, self._target_ids)
+        while (batch := grower.next_batch()) is not None:
+            grower.take(self._head.forward(batch, self._cache))
+        return grower.trees()
+
+    def _chains(
+        self, head: ChainHead, requests: Sequence[DraftRequest], parts: Sequence[_Part]
+    ) -> list[DraftTree]:
+        ends = torch.tensor([part.segment.length for part in parts]).cumsum(0) - 1
+        lengths = [min(r.shape.max_depth, r.shape.max_drafts, _SCRATCH_ROWS) for r in requests]
+        with_room = []
+        for index, (request, part) in enumerate(zip(requests, parts, strict=True)):
+            segment = part.segment
+            table = self._with_scratch(index, request.sequence, segment.block_ids)
+            with_room.append(replace(part, segment=replace(segment, block_ids=table)))
+        options = ChainOptions(
+            max_drafts=max(lengths),
+            least_probability=min(request.shape.least_probability for request in requests),
+            fractions=[request.fractions for request in requests],
+            temperatures=[max(request.params.temperature, 0.05) for request in requests],
+        )
+        chains = head.draft_chains(self._batch(with_room, ends), self._cache, options)
+        trees = []
+        for request, chain, length in zip(requests, chains, lengths, strict=True):
+            bonus = DRAWN_BONUS if request.fractions else 0.0
+            probabilities = [min(1.0, p + bonus * (1 - p)) for p in chain.probabilities[:length]]
+            trees.append(DraftTree.chain(chain.token_ids[:length], probabilities))
+        return trees
+
+    def _part(self, sequence: TokenSequence, reading: _Reading, length: int) -> _Part:
+        """The first ``length`` waiting rows."""
         start, end = reading.done, reading.done + length
         table = tuple(sequence.block_ids[reading.base // self._block_size :])
         self._filled.fill(sequence.block_ids, start, end)
         segment = Segment(table, start - reading.base, length)
-        return segment, reading.take(length), sequence.token_ids[start + 1 : end + 1]
+        return _Part(segment, reading.take(length), sequence.token_ids[start + 1 : end + 1])
 
-    def _forward(
-        self, parts: Sequence[tuple[Segment, torch.Tensor, list[int]]], output_rows: torch.Tensor
-    ) -> HeadResult:
-        batch = HeadBatch(
-            token_ids=torch.tensor([token for _, _, tokens in parts for token in tokens]),
-            states=torch.cat([features for _, features, _ in parts]),
+    def _forward(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> HeadResult:
+        return self._head.forward(self._batch(parts, output_rows), self._cache)
+
+    def _batch(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> HeadBatch:
+        features = [part.features for part in parts]
+        return HeadBatch(
+            token_ids=torch.tensor([token for part in parts for token in part.token_ids]),
+            states=features[0] if len(features) == 1 else torch.cat(features),
             is_real=True,
-            segments=tuple(segment for segment, _, _ in parts),
+            segments=tuple(part.segment for part in parts),
             output_rows=output_rows,
         )
-        return self._head.forward(batch, self._cache)
 
-    def _place(self, index: int, sequence: TokenSequence, reading: _Reading) -> DraftPlace:
-        """Blocks of a sequence as far as its tokens reach, and then some of nobody's: what is
+    def _with_scratch(
+        self, index: int, sequence: TokenSequence, block_ids: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The blocks of a sequence as far as its tokens reach, and then some of nobody's: what is
         followed there is over before the target's step."""
-        size = self._block_size
-        own = sequence.block_ids[reading.base // size : -(-len(sequence.token_ids) // size)]
+        num_beyond = len(sequence.block_ids) - -(-len(sequence.token_ids) // self._block_size)
+        own = block_ids[: len(block_ids) - num_beyond]
         first = self._first_scratch + index * self._num_scratch
-        table = (*own, *range(first, first + self._num_scratch))
-        start = reading.done - reading.base
-        return DraftPlace(table, start, len(table) * size - start)
+        return (*own, *range(first, first + self._num_scratch))

@@ -24,7 +24,7 @@ from llm_core.speculative.tree import DraftTree
 
 # How far a drawn token is trusted beyond its own probability: that two near distributions draw the
 # same token by one number is likelier than the token itself.
-_DRAWN_BONUS = 0.5
+DRAWN_BONUS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class _Growing:
         for word in words[:width]:
             probability = float(np.exp(logits[word] - best)) / total
             if fraction is not None and word == drawn:
-                probability += _DRAWN_BONUS * (1 - probability)
+                probability += DRAWN_BONUS * (1 - probability)
             children.append((word, min(1.0, probability)))
         return children
 

@@ -73,6 +73,19 @@ def bundled_head(target_fingerprint: str) -> Path | None:
     return None
 
 
+def is_head_directory(path: Path) -> bool:
+    """Whether there is a draft head at ``path``, rather than a model: ours, or a published one."""
+    if not path.is_dir():
+        return False
+    if (path / CONFIG_NAME).exists():
+        return True
+    tensors_path = path / _PUBLISHED_TENSORS
+    if not tensors_path.exists():
+        return False
+    with SafetensorsFile(tensors_path) as file:
+        return "fc.weight" in file.tensors
+
+
 def write_head(directory: Path, head: HeadFile, *, is_int8: bool) -> None:
     """Makes ``directory``; ``is_int8``: matrices as codes, else as float16."""
     directory.mkdir(parents=True, exist_ok=True)

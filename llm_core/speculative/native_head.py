@@ -7,8 +7,7 @@ little that leaving the compiled code between two of them would cost as much aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,32 +26,8 @@ from llm_core.native_decoder import (
 )
 from llm_core.quant.native_pack import pack_gated, pack_stacked
 from llm_core.rope import rope_tables
-from llm_core.speculative.draft_head import HeadBatch, HeadResult
+from llm_core.speculative.draft_head import ChainOptions, DraftedChain, HeadBatch, HeadResult
 from llm_core.speculative.head_config import HeadConfig
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedChain:
-    """Tokens that may follow a sequence, each with its probability given those before."""
-
-    token_ids: tuple[int, ...]
-    probabilities: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainOptions:
-    """How to continue each sequence of a batch.
-
-    ``max_drafts`` tokens at most; a chain ends before the product of its probabilities falls below
-    ``least_probability``. ``fractions[s][k]`` in [0, 1) is the number that draws the k-th token of
-    sequence s, by the inverse of the head's distribution at ``temperatures[s]``, in the order of
-    token ids; a sequence with no fractions, or too few, goes on with the likeliest.
-    """
-
-    max_drafts: int
-    least_probability: float = 0.0
-    fractions: Sequence[Sequence[float]] = ()
-    temperatures: Sequence[float] = ()
 
 
 def unsupported_head_reason(config: HeadConfig) -> str | None:
