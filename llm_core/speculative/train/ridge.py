@@ -8,7 +8,8 @@ with their output projections at zero, so they add nothing until they have learn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -23,32 +24,30 @@ _PENALTY = 1e-3  # of a parameter, as a share of the mean square of the inputs
 _CHUNK = 64  # conversations at a time
 
 
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The target, as far as a start needs it."""
+
+    config: ModelConfig
+    weights: Mapping[str, Weight]
+    rows: TargetRows
+
+
 def ridge_start(
-    config: HeadConfig,
-    examples: Sequence[Example],
-    target: TargetRows,
-    target_config: ModelConfig,
-    target_weights: Mapping[str, Weight],
+    config: HeadConfig, examples: Sequence[Example], teacher: Teacher
 ) -> dict[str, torch.Tensor]:
     """All tensors of an EAGLE-3 head with the three projections, by their names in files."""
     assert config.has_embedding_proj and config.has_hidden_proj and config.normalises_features
     hidden, num_features = config.hidden_size, config.num_features
-    width = num_features + hidden
-    gram, cross = torch.zeros(width, width), torch.zeros(width, hidden)
-    for x, y in _rows(config, examples, target, step=0):
-        gram.addmm_(x.T, x)
-        cross.addmm_(x.T, y)
-    solution = _solve(gram, cross).T  # [H, K * H + H]
+    solution = _regressed(config, examples, teacher)
     features_part, embedding_part = solution.split([num_features, hidden], 1)
 
     # A draft after a draft: from the guess itself instead of the features.
     gram, cross = torch.zeros(hidden, hidden), torch.zeros(hidden, hidden)
     squares, products = torch.zeros(hidden), torch.zeros(hidden)
-    for (x, y), (x_next, y_next) in zip(
-        _rows(config, examples, target, step=0),
-        _rows(config, examples, target, step=1),
-        strict=True,
-    ):
+    firsts = _rows(config, examples, teacher.rows, step=0)
+    seconds = _rows(config, examples, teacher.rows, step=1)
+    for (x, y), (x_next, y_next) in zip(firsts, seconds, strict=True):
         guess = x @ solution.T
         direction = functional.rms_norm(guess, (hidden,), eps=config.rms_eps)
         squares += direction.square().sum(0)
@@ -63,17 +62,43 @@ def ridge_start(
         # What makes of the guess's direction the hidden state itself, channel by channel.
         "norm.weight": products / squares.clamp_min(1e-9),
     }
-    return tensors | last_layer(config, target_config, target_weights)
+    return tensors | last_layer(config, teacher)
 
 
-def last_layer(
-    config: HeadConfig, target_config: ModelConfig, weights: Mapping[str, Weight]
+def eagle1_start(
+    config: HeadConfig, examples: Sequence[Example], teacher: Teacher
 ) -> dict[str, torch.Tensor]:
+    """All tensors of an EAGLE-1 head. It has no norm before attention: the target's goes into the
+    projections."""
+    hidden = config.hidden_size
+    features_part, embedding_part = _regressed(config, examples, teacher).split(hidden, 1)
+    tensors = {
+        "fc.weight": torch.cat([embedding_part, features_part], 1),
+        "fc.bias": torch.zeros(hidden),
+    }
+    layer = last_layer(config, teacher)
+    norm = layer["midlayer.hidden_norm.weight"]
+    for name, value in layer.items():
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
+            tensors[name.replace("midlayer", "layers.0")] = value[:, hidden:] * norm
+        elif "input_layernorm" not in name and "hidden_norm" not in name:
+            tensors[name.replace("midlayer", "layers.0")] = value
+    return tensors
+
+
+def _undone_final_norm(teacher: Teacher) -> torch.Tensor:
+    """float32 [H]: a final hidden state times this is the residual stream, but for its length."""
+    final = to_float(teacher.weights["final_norm"])
+    floor = 0.1 * final.abs().mean()
+    return final.sign() / final.abs().clamp_min(floor)
+
+
+def last_layer(config: HeadConfig, teacher: Teacher) -> dict[str, torch.Tensor]:
     """Attention and feed-forward of the target's last layer, adding nothing."""
-    last, hidden = target_config.num_layers - 1, config.hidden_size
+    last, hidden = teacher.config.num_layers - 1, config.hidden_size
 
     def get(name: str) -> torch.Tensor:
-        return to_float(weights[f"layers.{last}.{name}"])
+        return to_float(teacher.weights[f"layers.{last}.{name}"])
 
     def widened(name: str, num_heads: int | None) -> torch.Tensor:
         # The embedding's half starts at nothing: the target's layer has no such input.
@@ -82,10 +107,7 @@ def last_layer(
             weight = pairs_to_halves(weight, num_heads)
         return torch.cat([torch.zeros_like(weight), weight], 1)
 
-    # The residual stream is the final hidden state but for the final norm's weight.
-    final = to_float(weights["final_norm"])
-    floor = 0.1 * final.abs().mean()
-    undo = final.sign() / final.abs().clamp_min(floor)
+    undo = _undone_final_norm(teacher)
     return {
         "midlayer.self_attn.q_proj.weight": widened("query", config.num_heads),
         "midlayer.self_attn.k_proj.weight": widened("key", config.num_kv_heads),
@@ -100,7 +122,19 @@ def last_layer(
     }
 
 
-def _rows(config: HeadConfig, examples: Sequence[Example], target: TargetRows, *, step: int):  # type: ignore[no-untyped-def]
+def _regressed(config: HeadConfig, examples: Sequence[Example], teacher: Teacher) -> torch.Tensor:
+    """float32 [H, K * H + H]: final hidden states from features and embedding."""
+    width = config.num_features + config.hidden_size
+    gram, cross = torch.zeros(width, width), torch.zeros(width, config.hidden_size)
+    for x, y in _rows(config, examples, teacher.rows, step=0):
+        gram.addmm_(x.T, x)
+        cross.addmm_(x.T, y)
+    return _solve(gram, cross).T.contiguous()
+
+
+def _rows(
+    config: HeadConfig, examples: Sequence[Example], target: TargetRows, *, step: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(inputs [A, K * H + H], final hidden state that follows [A, H]) of the anchors that have two
     steps, ``step`` places further, some conversations at a time."""
     hidden = config.hidden_size
@@ -109,7 +143,9 @@ def _rows(config: HeadConfig, examples: Sequence[Example], target: TargetRows, *
         for example in examples[first : first + _CHUNK]:
             at = example.anchors[example.num_steps >= 2] + step
             taps = example.features[at].float().unflatten(1, (-1, hidden))
-            taps = functional.rms_norm(taps, (hidden,), eps=config.rms_eps).flatten(1)
+            if config.normalises_features:
+                taps = functional.rms_norm(taps, (hidden,), eps=config.rms_eps)
+            taps = taps.flatten(1)
             inputs.append(torch.cat([taps, target.embed(example.token_ids[at + 1])], 1))
             outputs.append(example.features[at + 1, -hidden:].float())
         yield torch.cat(inputs), torch.cat(outputs)

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from llm_core.errors import ModelLoadError
+from llm_core.job_options import HeadProgress
 from llm_core.loading.safetensors import SafetensorsFile
 from llm_core.loading.safetensors_writer import write_safetensors
-from llm_core.speculative.eagle import EagleHead
 from llm_core.speculative.train.examples import Example, batches
 from llm_core.speculative.train.objective import Objective, accepted_lengths
-from llm_core.speculative.train.unroll import unrolled
+from llm_core.speculative.train.unroll import StepOutput
 
 _REGRESSED = ("fc.weight", "embedding_proj.weight", "hidden_proj.weight")
 _WARM_UP_STEPS = 80
@@ -24,6 +25,17 @@ _LARGEST_GRADIENT = 1.0
 _BETAS = (0.9, 0.95)
 _SMOOTHING = 0.98
 DEPTH = 4  # steps that are trained and measured
+
+Unroll = Callable[[Sequence[Example], Sequence[float], torch.Generator], list[StepOutput]]
+"""(batch, share of the anchors that goes on to each step, random numbers) -> the steps' outputs"""
+
+
+class Learner(Protocol):
+    """A head: what is trained, and what its outputs say."""
+
+    weights: dict[str, torch.Tensor]
+
+    def word_logits(self, output: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,33 +47,10 @@ class TrainingOptions:
     batch_anchors: int = 512
     learning_rate: float = 5e-4
     regressed_learning_rate: float = 1.5e-4
-    step_shares: tuple[float, ...] = (1.0, 0.5, 0.5, 0.5)
+    step_shares: tuple[float, ...] = (1.0, 0.4, 0.4, 0.4)
     seed: int = 0
     save_every_s: float = 120.0
     measure_every_s: float = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """``acceptance[j]``: how often step j's likeliest draft was what was said, lately;
-    ``chain_len``: what a chain of DEPTH would bring a round by these, the token of its own
-    included. ``held_out``: (of near-greedy answers, of others) measured exactly, or None."""
-
-    step: int
-    epoch: int
-    elapsed_s: float
-    num_anchors: int
-    loss: float
-    acceptance: tuple[float, ...]
-    held_out: tuple[float, float] | None
-
-    @property
-    def chain_len(self) -> float:
-        total, reach = 1.0, 1.0
-        for rate in self.acceptance:
-            reach *= rate
-            total += reach
-        return total
 
 
 class Training:
@@ -69,17 +58,20 @@ class Training:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: Learner,
+        unroll: Unroll,
         objective: Objective,
         options: TrainingOptions,
         *,
         state_path: Path,
         embedding_rms: float,
     ) -> None:
-        """Takes up what ``state_path`` holds, if it is there. ``embedding_rms``: of the target's
+        """Takes up what ``state_path`` holds, if it is there; a training that came to its end
+        is done once more from its weights. ``embedding_rms``: of the target's
         embedding; its projection learns in inverse proportion. Raises ModelLoadError for a state
         that is not sound or of another head."""
         self.head = head
+        self._unroll = unroll
         self._objective = objective
         self._options = options
         self._state_path = state_path
@@ -104,7 +96,7 @@ class Training:
         self,
         load: Callable[[], Sequence[Example]],
         held_out: Sequence[Example],
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[HeadProgress], None],
     ) -> None:
         """Until the time is over. ``load`` is called for each epoch: new files may have come."""
         options = self._options
@@ -146,8 +138,8 @@ class Training:
             with torch.no_grad():
                 for batch in batches(chosen, self._options.batch_anchors, 0):
                     matches = []
-                    for output in unrolled(self.head, batch, (1.0,) * DEPTH, generator):
-                        drafted = self.head.logits(output.output).argmax(-1)
+                    for output in self._unroll(batch, (1.0,) * DEPTH, generator):
+                        drafted = self.head.word_logits(output.output).argmax(-1)
                         matches.append((output.rows, drafted == self._index[output.words]))
                     more = accepted_lengths(batch, matches, DEPTH)
                     tokens, rounds = tokens + more[0], rounds + more[1]
@@ -189,6 +181,8 @@ class Training:
                     }
             self.step, self.epoch, self.num_anchors = file.read("counts").tolist()
             self.elapsed_s = float(file.read("elapsed_s")[0])
+            if self.elapsed_s >= self._options.train_s:  # it was finished: once more, from there
+                self.elapsed_s, self.step = 0.0, 0
 
     def _train_step(
         self, batch: Sequence[Example], generator: torch.Generator
@@ -198,10 +192,8 @@ class Training:
             group["lr"] = peak * share
         total = torch.zeros(())
         rates = []
-        for j, output in enumerate(
-            unrolled(self.head, batch, self._options.step_shares, generator)
-        ):
-            logits = self.head.logits(output.output)
+        for j, output in enumerate(self._unroll(batch, self._options.step_shares, generator)):
+            logits = self.head.word_logits(output.output)
             loss, is_right = self._objective.loss(j, output, logits, self._index)
             total = total + loss
             rates.append(float(is_right.float().mean()))
@@ -227,7 +219,14 @@ class Training:
 
     def _progress(
         self, loss: float, rates: Sequence[float], measured: tuple[float, float] | None
-    ) -> Progress:
-        return Progress(
-            self.step, self.epoch, self.elapsed_s, self.num_anchors, loss, tuple(rates), measured
+    ) -> HeadProgress:
+        return HeadProgress(
+            step=self.step,
+            epoch=self.epoch,
+            elapsed_s=self.elapsed_s,
+            num_anchors=self.num_anchors,
+            loss=loss,
+            acceptance=tuple(rates),
+            held_out=measured,
+            done=min(1.0, self.elapsed_s / self._options.train_s),
         )

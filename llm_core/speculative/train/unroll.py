@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from llm_core.speculative.eagle import EagleHead
+from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.train.examples import Example
 
 _KeyValue = tuple[torch.Tensor, torch.Tensor]
+_NO_KEYS: _KeyValue = (torch.empty(0), torch.empty(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,24 @@ def unrolled(
             o.own.append((key, value))
         output = head.output(residual, _attend_all(query, opened))
         outputs.append(_step_output(output, opened, step, hidden_size))
+    return outputs
+
+
+def medusa_outputs(heads: MedusaHeads, batch: Sequence[Example]) -> list[StepOutput]:
+    """What each of Medusa's heads makes of the anchors whose answers reach so far."""
+    hidden_size = heads.config.hidden_size
+    outputs = []
+    for k in range(heads.config.num_medusa_heads):
+        opened, row = [], 0
+        for example in batch:
+            goes_on = (example.num_steps > k).nonzero().squeeze(1)
+            anchors, rows = example.anchors[goes_on], goes_on + row
+            row += len(example.anchors)
+            opened.append(_Open(example, _NO_KEYS, [], anchors, example.num_steps[goes_on], rows))
+        final = [o.example.features[o.anchors, -hidden_size:] for o in opened]
+        outputs.append(
+            _step_output(heads.output(torch.cat(final).float(), k), opened, k, hidden_size)
+        )
     return outputs
 
 
