@@ -231,7 +231,7 @@ def test_first_drafted_tokens_are_distributed_as_the_target_says(shape: DraftSha
     pairs = [(o, wanted[t] * total) for o, t in zip(observed, common, strict=True)]
     if rest * total >= 5:
         pairs.append((total - sum(observed), rest * total))
-    assert len(pairs) >= 3
+    assert len(pairs) >= 2
     chi_square = sum((o - e) ** 2 / e for o, e in pairs)
     freedom = len(pairs) - 1
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5 + 5
