@@ -17,6 +17,8 @@ from llm_core.job_options import (
     Agreement,
     DistillOptions,
     DistillReport,
+    HeadKind,
+    HeadProgress,
     PerplexityOptions,
     PerplexityReport,
     Progress,
@@ -25,6 +27,8 @@ from llm_core.job_options import (
     QuantizeReport,
     ShortenOptions,
     ShortenReport,
+    TrainHeadOptions,
+    TrainHeadReport,
 )
 from llm_core.messages import (
     Alternative,
@@ -55,7 +59,13 @@ from llm_core.messages import (
     Usage,
 )
 from llm_core.model_hash import content_hash
-from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model, shorten_text
+from llm_core.model_jobs import (
+    distill_model,
+    measure_perplexity,
+    quantize_model,
+    shorten_text,
+    train_head,
+)
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -83,6 +93,8 @@ __all__ = [
     "GenerationDone",
     "GenerationEvent",
     "Guide",
+    "HeadKind",
+    "HeadProgress",
     "InvalidRequestError",
     "JsonGuide",
     "LlmError",
@@ -117,10 +129,13 @@ __all__ = [
     "ToolGuide",
     "ToolSpec",
     "ToolText",
+    "TrainHeadOptions",
+    "TrainHeadReport",
     "Usage",
     "content_hash",
     "distill_model",
     "measure_perplexity",
     "quantize_model",
     "shorten_text",
+    "train_head",
 ]

@@ -6,26 +6,28 @@ Single-threaded and without I/O: the worker process feeds it, tests drive it by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
-import torch
 
-from llm_core.batch import ForwardBatch, Segment
+from llm_core.batch import ForwardResult
 from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
 from llm_core.downgrade import SHORT_ANSWER_TOKENS, Outlook, choose
 from llm_core.errors import InvalidRequestError, LlmError, RequestTimeoutError
+from llm_core.generation import Generation
 from llm_core.messages import (
     ChatMessage,
     EngineConfig,
     EngineStats,
+    GenerationDone,
     GenerationEvent,
     ModelInfo,
     PolicyName,
     PrefillResult,
     RequestOptions,
     SamplingParams,
+    Speculation,
 )
 from llm_core.model_files import open_model
 from llm_core.policy import make_policy
@@ -33,8 +35,14 @@ from llm_core.prompt import Prompt
 from llm_core.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.runner import ModelRunner
 from llm_core.sampler import FloatRow
-from llm_core.scheduler import Scheduler, StepPlan
+from llm_core.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
+from llm_core.speculative.accept import accept
+from llm_core.speculative.choice import make_controller, make_drafter
+from llm_core.speculative.control import Controller
+from llm_core.speculative.drafter import Drafter
+from llm_core.speculator import Speculator
+from llm_core.step import logits_by_chunk, make_batch
 from llm_core.step_cost import StepCost
 from llm_core.tokenizer import Tokenizer
 
@@ -76,13 +84,27 @@ class Engine:
         self._num_downgraded = 0
         self._cost = StepCost()
         self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
+        self._speculator: Speculator | None = None
         self._limit_length()
+
+    def speculate(self, drafter: Drafter | None, controller: Controller) -> None:
+        """From now on steps verify what ``drafter`` proposes, and what guides force, where the
+        controller finds that worth it. Once, before the first request."""
+        assert self._speculator is None and not self._requests, "nothing runs yet"
+        self._speculator = Speculator(
+            drafter, controller, max_context=self._runner.max_context, clock=self._clock
+        )
+        if self._speculator.wants_features and drafter is not None:
+            self._runner.set_feature_layers(drafter.feature_layers)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
         """Reads the model's files. Raises ModelLoadError."""
+        drafter: Drafter | None = None
         with open_model(config.model_path) as opened:
             runner = ModelRunner.of(opened.model, config)
+            if config.speculation != "off":
+                drafter = make_drafter(config, runner, opened)
         engine = cls(
             runner,
             opened.tokenizer,
@@ -92,6 +114,8 @@ class Engine:
             policy=config.policy,
             max_step_ms=config.max_step_ms,
         )
+        if config.speculation != "off":
+            engine.speculate(drafter, make_controller(config, runner))
         engine._make.guides.prepare()
         return engine
 
@@ -268,9 +292,11 @@ class Engine:
         if not plan.chunks:
             return outputs
         self._stamp_scheduled(plan)
-        logits = self._run(plan)
+        if self._speculator is not None:
+            self._speculator.add_drafts(plan, self.scheduler, self._generations(plan))
+        result = self._run(plan)
         self.scheduler.commit(plan)
-        return [*outputs, *self._postprocess(plan, logits)]
+        return [*outputs, *self._postprocess(plan, result)]
 
     def stats(self) -> EngineStats:
         tables = self.scheduler.tables
@@ -289,6 +315,7 @@ class Engine:
             total_preempted=self.scheduler.num_preempted,
             total_timeouts=self._num_timeouts,
             total_downgraded=self._num_downgraded,
+            speculation=Speculation() if self._speculator is None else self._speculator.stats(),
         )
 
     def _first_token_ns(self, prompt: Prompt, options: RequestOptions) -> int | None:
@@ -319,7 +346,9 @@ class Engine:
 
     def _replace(self, request: Request, token_ids: list[int]) -> PrefillResult | None:
         request.revision += 1
-        request.sequence.replace(token_ids)
+        kept_len = request.sequence.replace(token_ids)
+        if self._speculator is not None:
+            self._speculator.truncate(request.sequence, kept_len)
         self.scheduler.changed(request.sequence)
         return request.prefilled() if request.sequence.remaining_len == 0 else None
 
@@ -346,19 +375,33 @@ class Engine:
         self._num_timeouts += len(expired)
         return outputs
 
+    def _generations(self, plan: StepPlan) -> dict[int, Generation]:
+        """The replies that get logits in this step, by sequence."""
+        found = {}
+        for chunk in plan.chunks:
+            generation = self._requests[chunk.sequence.seq_id].generation
+            if chunk.wants_logits and generation is not None:
+                found[chunk.sequence.seq_id] = generation
+        return found
+
     def _stamp_scheduled(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             generation = self._requests[chunk.sequence.seq_id].generation
             if generation is not None and generation.scheduled_ns == 0:
                 generation.scheduled_ns = self._clock()
 
-    def _run(self, plan: StepPlan) -> torch.Tensor:
+    def _run(self, plan: StepPlan) -> ForwardResult:
+        speculator = self._speculator
         start_ns = self._clock()
         for copy in plan.copies:
             self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
-        logits = self._runner.forward(_batch(plan)).logits
-        self._learn(plan.num_rows, self._clock() - start_ns)
-        return logits
+        wants_features = speculator is not None and speculator.wants_features
+        result = self._runner.forward(make_batch(plan, wants_features=wants_features))
+        duration_ns = self._clock() - start_ns
+        self._learn(plan.num_rows, duration_ns)
+        if speculator is not None:
+            speculator.ran(plan, self._generations(plan), duration_ns)
+        return result
 
     def _learn(self, num_rows: int, duration_ns: int) -> None:
         """A prompt's chunk is as long as its time allows; twice that when no stream waits."""
@@ -370,54 +413,68 @@ class Engine:
             self.scheduler.mixed_budget = min(max(rows, _LEAST_CHUNK), _LARGEST_CHUNK)
             self.scheduler.prompt_budget = min(max(more, _LEAST_CHUNK), _LARGEST_CHUNK)
 
-    def _postprocess(self, plan: StepPlan, logits: torch.Tensor) -> Iterator[Output]:
+    def _postprocess(self, plan: StepPlan, result: ForwardResult) -> list[Output]:
+        """Tokens, events and ends that follow from a step."""
+        outputs: list[Output] = []
+        ended: list[TokenSequence] = []
+        accepted: dict[int, list[int]] = {}
         # A model's vocabulary may be padded beyond the tokenizer's; those are no tokens.
-        rows = iter(logits.numpy()[:, : self._vocab_size])
-        for chunk in plan.chunks:
+        for chunk, rows in logits_by_chunk(plan, result.logits[:, : self._vocab_size]):
             sequence = chunk.sequence
             request = self._requests[sequence.seq_id]
             if chunk.wants_logits:
-                for event in self._advance(request, next(rows)):
-                    yield sequence.seq_id, event
+                kept, events = self._advance(request, chunk, rows.numpy())
+                outputs += [(sequence.seq_id, event) for event in events]
+                if chunk.tree:
+                    accepted[sequence.seq_id] = kept
+                if events and isinstance(events[-1], LlmError | GenerationDone):
+                    ended.append(sequence)
             elif sequence.remaining_len == 0:
-                yield sequence.seq_id, request.prefilled()
+                outputs.append((sequence.seq_id, request.prefilled()))
                 if sequence.is_pinned:
                     self.scheduler.tables.publish_tail(sequence)
                 elif not sequence.is_open:
-                    self._end(sequence)
+                    ended.append(sequence)
+        if self._speculator is not None:
+            self._speculator.observe(plan, result.features, accepted)
+        for sequence in ended:
+            self._end(sequence)
+        return outputs
 
-    def _advance(self, request: Request, row: FloatRow) -> Sequence[GenerationEvent | LlmError]:
-        assert request.generation is not None, "only generations ask for logits"
-        try:
-            events = request.generation.advance(row)
-        except LlmError as error:
-            self._end(request.sequence)
-            return [error]
-        if request.generation.is_finished:
-            self._end(request.sequence)
-        return events
+    def _advance(
+        self, request: Request, chunk: Chunk, logits: FloatRow
+    ) -> tuple[list[int], list[GenerationEvent | LlmError]]:
+        """Says what follows from the logits of a chunk's last token and of its drafts, as far as
+        drafts are right. Returns the rows that are text now, and the events."""
+        generation, sequence = request.generation, chunk.sequence
+        assert generation is not None, "only generations ask for logits"
+        events: list[GenerationEvent | LlmError] = []
+        generation.speculation.add_drafts(chunk.tree)
+
+        def sample(row: int) -> int | None:
+            if row > 0:  # the draft is text: its row counts as computed
+                sequence.computed_len += 1
+                generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
+            try:
+                events.extend(generation.advance(logits[row]))
+            except LlmError as error:
+                events.append(error)
+                return None
+            return None if generation.is_finished else sequence.token_ids[-1]
+
+        rows = accept(chunk.tree, sample)
+        if chunk.tree:
+            self._runner.move_rows(sequence.block_ids, chunk.start, rows)
+            self.scheduler.settle_drafts(sequence)
+            if self._speculator is not None:
+                self._speculator.verified(chunk.tree, rows)
+        return rows, events
 
     def _end(self, sequence: TokenSequence) -> None:
         del self._requests[sequence.seq_id]
         if sequence.is_pinned:
             self._pinned.remove(sequence)
             self._limit_length()
+        if self._speculator is not None:
+            self._speculator.close(sequence)
         self.scheduler.remove(sequence)
-
-
-def _batch(plan: StepPlan) -> ForwardBatch:
-    token_ids: list[int] = []
-    segments: list[Segment] = []
-    logit_rows: list[int] = []
-    for chunk in plan.chunks:
-        end = chunk.start + chunk.length
-        token_ids.extend(chunk.sequence.token_ids[chunk.start : end])
-        block_ids = tuple(chunk.sequence.block_ids)
-        segments.append(Segment(block_ids, start=chunk.start, length=chunk.length))
-        if chunk.wants_logits:
-            logit_rows.append(len(token_ids) - 1)
-    return ForwardBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        segments=tuple(segments),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-    )

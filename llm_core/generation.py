@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from llm_core.detokenizer import Detokenizer
 from llm_core.guided import GuideState
@@ -22,15 +23,19 @@ from llm_core.messages import (
     TextDelta,
     Usage,
 )
-from llm_core.sampler import FloatRow, SamplerState, sample_row
+from llm_core.sampler import FloatRow, SamplerState, sample_row, uniform
 from llm_core.sequence import TokenSequence
+from llm_core.speculative.counts import SpeculationCounts
+from llm_core.speculative.drafter import DraftRequest, DraftShape
+from llm_core.speculative.tree import DraftTree
 from llm_core.tokenizer import Tokenizer
 
 
 class Generation:
     """The reply of one request while it grows. Appends to ``sequence``, and ends it.
 
-    ``scheduled_ns`` is set by the engine when the first rows of the request are computed;
+    ``scheduled_ns`` is set by the engine when the first rows of the request are computed, and
+    ``speculation`` counts what drafts did for it;
     ``is_finished`` is True once ``GenerationDone`` was given out.
     """
 
@@ -47,6 +52,7 @@ class Generation:
         """``sequence`` holds the prompt; ``params`` are validated, and ``guide`` is theirs."""
         self.scheduled_ns = 0
         self.is_finished = False
+        self.speculation = SpeculationCounts()
         self._sequence = sequence
         self._params = params
         self._received_ns = received_ns
@@ -97,6 +103,40 @@ class Generation:
             self.is_finished = True
             events.append(self._done(reason))
         return events
+
+    def draft_request(self, shape: DraftShape) -> DraftRequest:
+        """What a drafter is told of this reply. Nothing is drafted beyond its longest end."""
+        sequence = self._sequence
+        shape = replace(shape, max_depth=min(shape.max_depth, self.draft_room))
+        fractions: tuple[float, ...] = ()
+        if not self._sampler.is_greedy:
+            first, seed = len(sequence.token_ids), self._sampler.seed
+            fractions = tuple(uniform(seed, first + k) for k in range(shape.max_depth))
+        return DraftRequest(sequence, shape, self._params, fractions)
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts one after another that can be right: the reply's last token is the target's."""
+        return max(0, self._sequence.max_len - len(self._sequence.token_ids) - 1)
+
+    @property
+    def is_guided(self) -> bool:
+        """A guide restricts what may be said."""
+        return self._guide is not None
+
+    def forced_tokens(self) -> list[int]:
+        """What the guide leaves no choice about; [] without a guide."""
+        return [] if self._guide is None else self._guide.forced()
+
+    def allowed_drafts(self, tree: DraftTree) -> DraftTree:
+        """Those that the guide lets pass."""
+        if self._guide is None or not tree:
+            return tree
+        kept: set[int] = set()
+        for draft in set(range(len(tree))) - set(tree.parents):
+            path = tree.path(draft)
+            kept.update(path[: self._guide.num_allowed([tree.token_ids[i] for i in path])])
+        return tree.subtree(sorted(kept))
 
     @property
     def _may_end(self) -> bool:
@@ -151,4 +191,5 @@ class Generation:
             ),
             num_steps=sequence.num_steps,
             finished_ns=self._clock(),
+            speculation=self.speculation.snapshot(),
         )

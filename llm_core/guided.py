@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +74,15 @@ class GuideState:
         """Moves on by an allowed token. Raises LlmError as ``allowed``."""
         self._matcher.consume_token(token_id)
         self._check()
+
+    def forced(self) -> list[int]:
+        """What must come next, as the tokenizer would write it; [] where there is a choice.
+        Changes nothing. The reply may still come in other tokens of the same text."""
+        return [] if self.is_complete else self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may follow, one after another. Changes nothing."""
+        return 0 if self.is_complete else self._matcher.validate_tokens(list(token_ids))
 
     def _check(self) -> None:
         if self._matcher.is_error():

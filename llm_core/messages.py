@@ -16,6 +16,7 @@ KvChoice = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
 ModelBackend = Literal["auto", "native", "torch", "triton"]
 Overflow = Literal["refuse", "drop_oldest"]
 Downgrade = Literal["partial_context", "shorter_answer"]
+DraftControl = Literal["auto", "fixed"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
 
 # How a model writes its calls of tools: see tool_calls.py.
@@ -299,7 +300,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
     "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is
     kept (None: the user's cache directory). ``tensor_parallel`` is how many GPUs of this machine
-    share one model, each with a process of its own. Raises ValueError for impossible numbers.
+    share one model, each with a process of its own.
+
+    ``speculation`` says who drafts: "off" nobody; "auto" the draft head that comes with this
+    package for the model, if there is one; "ngram" what stood in the text before; else the path of
+    a head or of a smaller model with the same tokens. What a grammar forces is drafted unless
+    "off". ``speculation_optional``: where the head does not fit, go on without one. At most
+    ``draft_tokens`` drafts of ``draft_depth`` one after another, of which ``draft_width`` paths are
+    followed; ``draft_control`` "auto" drafts less, or not at all, where that is measured to be
+    faster, "fixed" always does. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -314,11 +323,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     standby: bool = False
     backend: ModelBackend = "auto"
     native_cache_dir: str | None = None
+    speculation: str = "off"
+    speculation_optional: bool = False
+    draft_tokens: int = 16
+    draft_depth: int = 5
+    draft_width: int = 4
+    draft_control: DraftControl = "auto"
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        positive = ("num_threads", "max_sequences", "max_waiting", "max_step_ms", "tensor_parallel")
-        for name in positive:
+        for name in (
+            *("num_threads", "max_sequences", "max_waiting", "max_step_ms", "tensor_parallel"),
+            *("draft_tokens", "draft_depth", "draft_width"),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_context is not None and self.max_context < 2:

@@ -7,9 +7,12 @@ All raise LlmError: ModelLoadError for files, InvalidRequestError for what canno
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llm_core.job_options import (
     DistillOptions,
     DistillReport,
+    HeadProgress,
     PerplexityOptions,
     PerplexityReport,
     Progress,
@@ -17,6 +20,8 @@ from llm_core.job_options import (
     QuantizeReport,
     ShortenOptions,
     ShortenReport,
+    TrainHeadOptions,
+    TrainHeadReport,
 )
 
 
@@ -46,3 +51,12 @@ def shorten_text(options: ShortenOptions, progress: Progress) -> ShortenReport:
     from llm_core.compress.shorten import shorten
 
     return shorten(options, progress)
+
+
+def train_head(
+    options: TrainHeadOptions, progress: Progress, on_training: Callable[[HeadProgress], None]
+) -> TrainHeadReport:
+    """Lets a model talk to itself and trains a head that drafts for it."""
+    from llm_core.speculative.train.job import train
+
+    return train(options, progress, on_training)

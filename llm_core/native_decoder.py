@@ -7,14 +7,14 @@ floats are rounded to 8 bits. Activations are rounded to 8 bits at each product,
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from kernels.native import Library, PackedMatrix
 from kernels.native import library as native
-from llm_core.batch import ForwardBatch, ForwardResult
+from llm_core.batch import ForwardBatch, ForwardResult, Segment
 from llm_core.config import ModelConfig
 from llm_core.kv_cache import KvCache
 from llm_core.quant.formats import Weight, to_float
@@ -31,6 +31,8 @@ _ERRORS = {
     3: "a logit row is outside the batch",
     4: "a block id is outside the KV pool",
     5: "a segment is empty, beyond the context, or the row counts disagree",
+    6: "a feature layer is outside the model",
+    7: f"a tree has more than {native.MAX_TREE_ROWS} rows, or a row's parent is not before it",
 }
 
 
@@ -41,6 +43,45 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     if config.group_size > _MAX_GROUP_SIZE:
         return f"{config.group_size} query heads share a key/value head, at most {_MAX_GROUP_SIZE}"
     return None
+
+
+class SegmentArrays:
+    """Segments as the C code reads them: ``fields`` int32 [S, 4], ``block_ids`` of all, and
+    ``parents`` of all rows. Raises IndexError where their numbers do not fit."""
+
+    def __init__(self, segments: Sequence[Segment], block_size: int, num_more: int = 0) -> None:
+        """``num_more`` positions behind each segment's end must be in its blocks too."""
+        fields: list[int] = []
+        block_ids: list[int] = []
+        parents: list[int] = []
+        for segment in segments:
+            if len(segment.block_ids) * block_size < segment.end + num_more:
+                raise IndexError(f"{segment} has too few blocks for its positions")
+            if segment.parents is not None and len(segment.parents) != segment.length:
+                raise IndexError(f"{segment} is a tree of another number of rows")
+            fields += [segment.start, segment.length, len(block_ids), segment.is_tree]
+            block_ids += segment.block_ids
+            parents += segment.parents or range(-1, segment.length - 1)
+        self.fields = np.array(fields, dtype=np.int32)
+        self.block_ids = np.array(block_ids, dtype=np.int32)
+        self.parents = np.array(parents, dtype=np.int32)
+
+
+def cache_struct(cache: KvCache) -> native.Cache:
+    """The cache as the C code sees it."""
+    return native.Cache(
+        cache.data.data_ptr(),
+        None if cache.scales is None else cache.scales.data_ptr(),
+        cache.data.shape[2],
+        _CACHE_TYPES[cache.data.dtype],
+        cache.block_size,
+    )
+
+
+def raise_if_failed(result: int) -> None:
+    """Raises MemoryError or IndexError for a pn_result that is not PN_DONE."""
+    if result != 0:
+        raise (MemoryError if result == 1 else IndexError)(_ERRORS[result])
 
 
 class NativeDecoder:
@@ -60,11 +101,13 @@ class NativeDecoder:
         reason = unsupported_reason(config)
         assert reason is None, reason
         self.config = config
+        self.library = library
         self._functions = library.functions
         self._session = None
+        self._taps = np.empty(0, dtype=np.int32)
         self._tensors: list[torch.Tensor] = []  # what the structures point at
         self._matrices: list[PackedMatrix] = []
-        self._pool = library.pool(num_threads)
+        self.pool = library.pool(num_threads)
         self._memory = library.memory()
         tables = rope_tables(config, max_context)
         rotations = [self._floats(torch.view_as_real(table)) for table in tables.tables]
@@ -72,8 +115,8 @@ class NativeDecoder:
         for index in range(config.num_layers):
             self._fill_layer(weights, index)
             self._layers[index].rotations = rotations[tables.layer_table[index]]
-        self._model = self._make_model(weights, max_context)
-        self._session = self._functions.pn_session_create(self._pool.handle, self._model)
+        self.struct = self._make_model(weights, max_context)
+        self._session = self._functions.pn_session_create(self.pool.handle, self.struct)
         if not self._session:
             raise MemoryError("no memory for the decoder's buffers")
 
@@ -87,54 +130,52 @@ class NativeDecoder:
         """What the layers' weights and the head are packed as."""
         bits = {m.struct.bits for m in self._matrices[: 4 * self.config.num_layers]}
         layers = "/".join(f"int{b}" for b in sorted(bits))
-        head = f"int{self._model.head.bits}"
+        head = f"int{self.struct.head.bits}"
         return layers if layers == head else f"{layers}+{head} head"
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
-        """Logits of ``batch.logit_rows``; writes the rows' keys and values.
+    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
+        """See ``model_choice.Model``."""
+        assert all(0 <= layer <= self.config.num_layers for layer in layers), "no such layer"
+        self._taps = np.array(layers, dtype=np.int32)
 
-        Raises IndexError for indices outside their range, MemoryError, NotImplementedError for
-        trees and features.
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+        """Logits of ``batch.logit_rows``, features of all rows; writes their keys and values.
+
+        Raises IndexError for indices outside their range, MemoryError.
         """
-        if batch.wants_features or any(segment.is_tree for segment in batch.segments):
-            raise NotImplementedError("the compiled decoder computes no trees and no features")
-        segments: list[int] = []
-        block_ids: list[int] = []
-        for segment in batch.segments:
-            if len(segment.block_ids) * cache.block_size < segment.end:
-                raise IndexError(f"{segment} has too few blocks for its positions")
-            segments += [segment.start, segment.length, len(block_ids)]
-            block_ids += segment.block_ids
-        segment_array = np.array(segments, dtype=np.int32)
-        block_array = np.array(block_ids, dtype=np.int32)
+        segments = SegmentArrays(batch.segments, cache.block_size)
         token_ids, logit_rows = batch.token_ids.contiguous(), batch.logit_rows.contiguous()
         assert token_ids.dtype == logit_rows.dtype == torch.int64
+        num_rows, hidden_size = token_ids.shape[0], self.config.hidden_size
         logits = torch.empty(logit_rows.shape[0], self.config.vocab_size)
+        features = None
+        if batch.wants_features and len(self._taps):
+            features = torch.empty(num_rows, len(self._taps) * hidden_size)
         call = native.Batch(
-            token_ids.data_ptr(),
-            logit_rows.data_ptr(),
-            segment_array.ctypes.data,
-            block_array.ctypes.data,
-            logits.data_ptr(),
-            token_ids.shape[0],
-            logit_rows.shape[0],
-            len(batch.segments),
+            token_ids=token_ids.data_ptr(),
+            logit_rows=logit_rows.data_ptr(),
+            segments=segments.fields.ctypes.data,
+            parents=segments.parents.ctypes.data,
+            block_ids=segments.block_ids.ctypes.data,
+            taps=self._taps.ctypes.data,
+            logits=logits.data_ptr(),
+            features=None if features is None else features.data_ptr(),
+            num_rows=num_rows,
+            num_logits=logit_rows.shape[0],
+            num_segments=len(batch.segments),
+            num_taps=0 if features is None else len(self._taps),
         )
-        pool = native.Cache(
-            cache.data.data_ptr(),
-            None if cache.scales is None else cache.scales.data_ptr(),
-            cache.data.shape[2],
-            _CACHE_TYPES[cache.data.dtype],
-            cache.block_size,
-        )
-        result = self._functions.pn_forward(self._session, pool, call)
-        if result != 0:
-            raise (MemoryError if result == 1 else IndexError)(_ERRORS[result])
-        return ForwardResult(logits)
+        result = self._functions.pn_forward(self._session, cache_struct(cache), call)
+        raise_if_failed(result)
+        return ForwardResult(logits, features)
 
-    def set_feature_layers(self, layers: tuple[int, ...]) -> None:
-        """See ``model_choice.Model``. Raises NotImplementedError."""
-        raise NotImplementedError("the compiled decoder gives out no features")
+    def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [N, hidden_size]: rows of the output head, as they are packed."""
+        rows = torch.empty(token_ids.shape[0], self.config.hidden_size)
+        for row, token in zip(rows, token_ids.tolist(), strict=True):
+            assert 0 <= token < self.config.vocab_size
+            self._functions.pn_matrix_row(self.struct.head, token, row.data_ptr())
+        return rows
 
     def start_profile(self) -> None:
         """From now on time is added up by kind of phase; reading the clock costs some 20 us."""

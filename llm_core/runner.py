@@ -18,7 +18,7 @@ from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
 from llm_core.loading.model_weights import ModelWeights, open_weights
 from llm_core.messages import EngineConfig, KvChoice, ModelBackend
-from llm_core.model_choice import ModelOptions, make_cache, make_model, why_no_gpu
+from llm_core.model_choice import Model, ModelOptions, make_cache, make_model, why_no_gpu
 from llm_core.parallel.group import RankGroup
 from llm_core.parallel.launch import Followers, join
 from llm_core.parallel.steps import follow
@@ -172,6 +172,11 @@ class ModelRunner:
             group=group,
             name=model.name,
         )
+
+    @property
+    def model(self) -> Model:
+        """The model itself: a draft head may share its threads and its embedding."""
+        return self._model
 
     @property
     def info_fields(self) -> InfoFields:

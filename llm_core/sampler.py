@@ -62,6 +62,11 @@ class SamplerState:
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._biases = np.array(list(params.logit_bias.values()), dtype=np.float32)
 
+    @property
+    def is_greedy(self) -> bool:
+        """The likeliest token is taken, nothing is drawn."""
+        return self.params.temperature < _GREEDY_BELOW or self.params.top_k == 1
+
     def observe(self, token_id: int) -> None:
         """Counts a generated token."""
         if self._counts is not None:
@@ -139,11 +144,26 @@ def sample_row(
     # argmax stops at the first NaN, so this one look finds NaN anywhere, +inf, and all -inf.
     if not is_usable or not math.isfinite(row[best]):
         raise LlmError(f"the model produced unusable logits (best value {row[best]})")
-    if state.params.temperature < _GREEDY_BELOW or state.params.top_k == 1:
+    if state.is_greedy:
         return best
-    ids, weights = candidates(row, float(row[best]), state.params)
-    at = _draw(weights, uniform(state.seed, position))
-    return at if ids is None else int(ids[at])
+    return draw_token(row, state.params, uniform(state.seed, position), best)
+
+
+def draw_token(
+    row: FloatRow, params: SamplingParams, fraction: float, best: int | None = None
+) -> int:
+    """The token at which the running sum of the probabilities, in the order of token ids, passes
+    ``fraction`` in [0, 1). ``row``: processed logits float32 [vocab]; ``best``: its largest place.
+
+    The order matters to whoever guesses: a distribution that is near to this one draws the same
+    token by the same fraction, mostly.
+    """
+    best = int(row.argmax()) if best is None else best
+    ids, weights = candidates(row, float(row[best]), params)
+    if ids is None:
+        return _draw(weights, fraction)
+    order = np.argsort(ids)
+    return int(ids[order][_draw(weights[order], fraction)])
 
 
 def _masked(row: FloatRow, banned: Collection[int], allowed: BoolRow | None) -> FloatRow:

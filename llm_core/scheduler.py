@@ -15,22 +15,29 @@ prompts are cut where it ends. No tensors here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llm_core.block_tables import BlockCopy, BlockTables
 from llm_core.errors import EngineBusyError
 from llm_core.policy import Policy
 from llm_core.sequence import TokenSequence
+from llm_core.speculative.tree import EMPTY, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows [start, start + length) of ``sequence``; ``wants_logits`` of the last of them."""
+    """Rows [start, start + length) of ``sequence``; ``wants_logits`` of the last of them, and of
+    the drafts of ``tree``, which follow it and are kept behind it until the step is over."""
 
     sequence: TokenSequence
     start: int
     length: int
     wants_logits: bool
+    tree: DraftTree = EMPTY
+
+    @property
+    def num_rows(self) -> int:
+        return self.length + len(self.tree)
 
 
 @dataclass(slots=True)
@@ -42,7 +49,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
+        return sum(chunk.num_rows for chunk in self.chunks)
 
 
 class Scheduler:
@@ -133,8 +140,26 @@ class Scheduler:
                 self._plan(plan, sequence, sequence.remaining_len)
         return plan
 
+    def add_drafts(self, plan: StepPlan, index: int, tree: DraftTree) -> None:
+        """Lets a stream's chunk compute drafts too, as many of the best as there are blocks for:
+        nobody loses blocks to a guess."""
+        chunk = plan.chunks[index]
+        assert _is_stream(chunk.sequence) and chunk.wants_logits, "drafts follow a known token"
+        end = chunk.start + 1
+        room = len(chunk.sequence.block_ids) + self.tables.num_available
+        tree = tree.best(room * self.tables.pool.block_size - end)
+        copies = self.tables.prepare(chunk.sequence, end + len(tree))
+        assert copies == [], "the chunk itself was prepared, and there is nothing behind it"
+        plan.chunks[index] = replace(chunk, tree=tree)
+
+    def settle_drafts(self, sequence: TokenSequence) -> None:
+        """After its accepted drafts were appended and counted as computed: what is full may be
+        shared, and what the others had is let go."""
+        self.tables.publish(sequence)
+        self.tables.cut(sequence)
+
     def commit(self, plan: StepPlan) -> None:
-        """Counts the plan's rows as computed; only now may others share them."""
+        """Counts the plan's rows as computed, but for drafts; only now may others share them."""
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.computed_len += chunk.length

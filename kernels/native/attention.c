@@ -9,7 +9,7 @@
  */
 #include "parley.h"
 
-enum { CHUNK = 64, MAX_QUERIES = 48 };
+enum { CHUNK = 64, MAX_QUERIES = 48, MAX_SLOTS = CHUNK + PN_MAX_TREE_ROWS };
 
 /* Query rows of a call, so that rows * heads of a group stay within MAX_QUERIES. */
 int pn_attention_rows(int group_size) {
@@ -19,7 +19,7 @@ int pn_attention_rows(int group_size) {
 
 /* Floats of scratch of a call. A group larger than MAX_QUERIES is refused when a model is built. */
 int64_t pn_attention_scratch(int head_dim) {
-    return (int64_t)MAX_QUERIES * (2 * head_dim + CHUNK) + 2LL * CHUNK * head_dim + 64;
+    return (int64_t)MAX_QUERIES * (2 * head_dim + CHUNK) + 2LL * MAX_SLOTS * head_dim + 64;
 }
 
 /* ---- rotation and storing ---------------------------------------------------------------- */
@@ -147,33 +147,48 @@ static void score(const float *queries, int num_queries, int head_dim, const flo
     }
 }
 
-/* sums[m] += weights[m][j] * values[j] over all j, of 4 queries. One form for any number of rows:
- * each sum is made in the order of the positions, whatever comes with it. */
-static void add_values(const float *weights, const float **values, int num_values, int head_dim,
-                       float *sums) {
+/* sums[m] += weights[m][j] * values[j] over all j, of up to 4 queries; their number is known where
+ * this is inlined. Each sum is made in the order of the positions, whatever comes with it. */
+static inline __attribute__((always_inline)) void add_values_tile(const float *weights,
+                                                                  int num_queries,
+                                                                  const float **values,
+                                                                  int num_values, int head_dim,
+                                                                  float *sums) {
     int d = 0;
     for (; d + 16 <= head_dim; d += 16) {
         f8 sum[4][2];
-        for (int m = 0; m < 4; m++)
+        for (int m = 0; m < num_queries; m++)
             for (int v = 0; v < 2; v++) sum[m][v] = f8_load(sums + m * head_dim + d + 8 * v);
         for (int j = 0; j < num_values; j++) {
             f8 low = f8_load(values[j] + d), high = f8_load(values[j] + d + 8);
 #pragma GCC unroll 4
-            for (int m = 0; m < 4; m++) {
+            for (int m = 0; m < num_queries; m++) {
                 f8 weight = f8_all(weights[m * CHUNK + j]);
                 sum[m][0] += weight * low;
                 sum[m][1] += weight * high;
             }
         }
-        for (int m = 0; m < 4; m++)
+        for (int m = 0; m < num_queries; m++)
             for (int v = 0; v < 2; v++) f8_store(sums + m * head_dim + d + 8 * v, sum[m][v]);
     }
     if (d == head_dim) return;
-    for (int m = 0; m < 4; m++) {
+    for (int m = 0; m < num_queries; m++) {
         f8 sum = f8_load(sums + m * head_dim + d);
         for (int j = 0; j < num_values; j++)
             sum += f8_all(weights[m * CHUNK + j]) * f8_load(values[j] + d);
         f8_store(sums + m * head_dim + d, sum);
+    }
+}
+
+static void add_values(const float *weights, int num_queries, const float **values, int num_values,
+                       int head_dim, float *sums) {
+    for (; num_queries >= 4; num_queries -= 4, weights += 4 * CHUNK, sums += 4 * head_dim)
+        add_values_tile(weights, 4, values, num_values, head_dim, sums);
+    switch (num_queries) {
+    case 3: add_values_tile(weights, 3, values, num_values, head_dim, sums); break;
+    case 2: add_values_tile(weights, 2, values, num_values, head_dim, sums); break;
+    case 1: add_values_tile(weights, 1, values, num_values, head_dim, sums); break;
+    default: break;
     }
 }
 
@@ -221,55 +236,128 @@ static void update_softmax(softmax_state *state, float *scores, int first, int e
 
 static int least(int a, int b) { return a < b ? a : b; }
 
-/* Rows at positions [position, position + num_rows), whose own keys are already stored. `query`
- * and `out` point at the first query head of the group in the first row; queries are rotated and
- * scaled. */
-void pn_attend(const pn_attention *call, const float *query, int64_t query_stride, int position,
-               int num_rows, float *out, int64_t out_stride, float *scratch) {
-    int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
-    int num_queries = num_rows * group;
-    float *queries = scratch, *sums = queries + MAX_QUERIES * head_dim;
-    float *scores = sums + MAX_QUERIES * head_dim, *key_space = scores + MAX_QUERIES * CHUNK;
-    float *value_space = key_space + CHUNK * head_dim;
+/* What a call holds between chunks: up to MAX_QUERIES query heads, rows * heads of a group. */
+typedef struct {
+    const pn_attention *call;
+    int num_queries;
+    float *queries, *sums, *scores, *key_space, *value_space;
     softmax_state states[MAX_QUERIES];
-    const float *keys[CHUNK], *values[CHUNK];
+} attention_state;
 
-    int padded = (num_queries + 3) / 4 * 4;
-    memset(sums, 0, sizeof(float) * padded * head_dim);
-    memset(scores + num_queries * CHUNK, 0, sizeof(float) * (padded - num_queries) * CHUNK);
-    for (int m = 0; m < num_queries; m++) {
-        memcpy(queries + m * head_dim, query + m / group * query_stride + m % group * head_dim,
+static void begin(attention_state *s, const pn_attention *call, const pn_query_rows *rows,
+                  float *scratch) {
+    int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
+    s->call = call;
+    s->num_queries = rows->num_rows * group;
+    s->queries = scratch;
+    s->sums = s->queries + MAX_QUERIES * head_dim;
+    s->scores = s->sums + MAX_QUERIES * head_dim;
+    s->key_space = s->scores + MAX_QUERIES * CHUNK;
+    s->value_space = s->key_space + MAX_SLOTS * head_dim;
+    memset(s->sums, 0, sizeof(float) * s->num_queries * head_dim);
+    for (int m = 0; m < s->num_queries; m++) {
+        memcpy(s->queries + m * head_dim,
+               rows->query + m / group * rows->query_stride + m % group * head_dim,
                sizeof(float) * head_dim);
-        states[m] = (softmax_state){-INFINITY, 0.0f};
+        s->states[m] = (softmax_state){-INFINITY, 0.0f};
     }
-    int end = position + num_rows, start = 0;
-    if (call->window > 0 && position + 1 > call->window) start = position + 1 - call->window;
-    start = start / CHUNK * CHUNK; /* the same chunks whatever the rows: the same sums */
+}
+
+static void finish(const attention_state *s, const pn_query_rows *rows) {
+    int head_dim = s->call->head_dim, group = s->call->num_heads / s->call->num_kv_heads;
+    for (int m = 0; m < s->num_queries; m++) {
+        float *to = rows->out + m / group * rows->out_stride + m % group * head_dim;
+        float inverse = 1.0f / s->states[m].total;
+        for (int d = 0; d < head_dim; d += 8)
+            f8_store(to + d, f8_load(s->sums + m * head_dim + d) * inverse);
+    }
+}
+
+/* The scores of query m against positions [first, first + num) become weights; it is at position
+ * `at`. */
+static void weigh(attention_state *s, int m, int at, int first, int num) {
+    int window = s->call->window, head_dim = s->call->head_dim;
+    int low = window > 0 && at + 1 > window ? at + 1 - window : 0; /* sees [low, at] */
+    int seen_from = low > first ? low - first : 0, seen_to = least(num, at + 1 - first);
+    float *row = s->scores + m * CHUNK;
+    if (seen_from >= num || seen_to <= seen_from) { /* nothing of this chunk */
+        memset(row, 0, sizeof(float) * CHUNK);
+        return;
+    }
+    update_softmax(&s->states[m], row, seen_from, seen_to, s->call->softcap,
+                   s->sums + m * head_dim, head_dim);
+    for (int j = (seen_to + 7) / 8 * 8; j < num; j++) row[j] = 0.0f;
+}
+
+/* The first chunk that position `at` sees any of. */
+static int first_chunk(const pn_attention *call, int at) {
+    int start = call->window > 0 && at + 1 > call->window ? at + 1 - call->window : 0;
+    return start / CHUNK * CHUNK; /* the same chunks whatever the rows: the same sums */
+}
+
+/* Visits chunks [start, end) of the sequence's own positions; the row of query m is at position
+ * rows->position + its depth, or its number where there are no depths. */
+static void visit(attention_state *s, const pn_query_rows *rows, int start, int end) {
+    const pn_attention *call = s->call;
+    int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
+    const float *keys[CHUNK], *values[CHUNK];
     for (int first = start; first < end; first += CHUNK) {
         int num = least(CHUNK, end - first);
-        gather(call, call->kv_head, first, num, keys, key_space);
-        gather(call, call->num_kv_heads + call->kv_head, first, num, values, value_space);
-        score(queries, num_queries, head_dim, keys, num, scores);
-        for (int m = 0; m < num_queries; m++) {
-            int at = position + m / group; /* sees [low, at] */
-            int low = call->window > 0 && at + 1 > call->window ? at + 1 - call->window : 0;
-            int seen_from = low > first ? low - first : 0, seen_to = least(num, at + 1 - first);
-            if (seen_from >= num || seen_to <= seen_from) { /* nothing of this chunk */
-                memset(scores + m * CHUNK, 0, sizeof(float) * CHUNK);
-                continue;
-            }
-            float *row = scores + m * CHUNK;
-            update_softmax(&states[m], row, seen_from, seen_to, call->softcap,
-                           sums + m * head_dim, head_dim);
-            for (int j = (seen_to + 7) / 8 * 8; j < num; j++) row[j] = 0.0f;
+        gather(call, call->kv_head, first, num, keys, s->key_space);
+        gather(call, call->num_kv_heads + call->kv_head, first, num, values, s->value_space);
+        score(s->queries, s->num_queries, head_dim, keys, num, s->scores);
+        for (int m = 0; m < s->num_queries; m++) {
+            int row = m / group;
+            weigh(s, m, rows->position + (rows->depths ? rows->depths[row] : row), first, num);
         }
-        for (int m = 0; m < padded; m += 4)
-            add_values(scores + m * CHUNK, values, num, head_dim, sums + m * head_dim);
+        add_values(s->scores, s->num_queries, values, num, head_dim, s->sums);
     }
-    for (int m = 0; m < num_queries; m++) {
-        float *to = out + m / group * out_stride + m % group * head_dim;
-        float inverse = 1.0f / states[m].total;
-        for (int d = 0; d < head_dim; d += 8)
-            f8_store(to + d, f8_load(sums + m * head_dim + d) * inverse);
+}
+
+/* Rows at positions [position, position + num_rows), whose own keys are already stored; queries
+ * are rotated and scaled. */
+void pn_attend(const pn_attention *call, const pn_query_rows *rows, float *scratch) {
+    attention_state state;
+    begin(&state, call, rows, scratch);
+    visit(&state, rows, first_chunk(call, rows->position), rows->position + rows->num_rows);
+    finish(&state, rows);
+}
+
+/* Rows of a tree: each sees the positions before `start`, its ancestors and itself. Row r of the
+ * tree is kept at position start + r, but what a row sees is visited in the order of depths, in the
+ * chunks in which a sequence without branches would have it: the same sums to the last bit. */
+void pn_attend_tree(const pn_attention *call, const pn_query_rows *rows, const int32_t *parents,
+                    int first_row, float *scratch) {
+    attention_state state, *s = &state;
+    int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
+    int start = rows->position, tail = start / CHUNK * CHUNK;
+    const float *keys[MAX_SLOTS], *values[MAX_SLOTS];
+    begin(s, call, rows, scratch);
+    int shallowest = rows->depths[0];
+    for (int r = 1; r < rows->num_rows; r++) shallowest = least(shallowest, rows->depths[r]);
+    int from = first_chunk(call, start + shallowest);
+    visit(s, rows, from, tail);
+
+    /* From `tail` on every row has keys of its own choice; they are read once. */
+    int num_slots = start - tail + first_row + rows->num_rows;
+    gather(call, call->kv_head, tail, num_slots, keys, s->key_space);
+    gather(call, call->num_kv_heads + call->kv_head, tail, num_slots, values, s->value_space);
+    for (int r = 0; r < rows->num_rows; r++) {
+        int at = start + rows->depths[r];
+        const float *own_keys[MAX_SLOTS], *own_values[MAX_SLOTS];
+        for (int j = 0; j < start - tail; j++) own_keys[j] = keys[j], own_values[j] = values[j];
+        for (int node = first_row + r, j = at - tail; node >= 0; node = parents[node], j--) {
+            own_keys[j] = keys[start - tail + node];
+            own_values[j] = values[start - tail + node];
+        }
+        for (int first = tail; first <= at; first += CHUNK) {
+            int num = least(CHUNK, at + 1 - first), m = r * group;
+            score(s->queries + m * head_dim, group, head_dim, own_keys + first - tail, num,
+                  s->scores + m * CHUNK);
+            for (int i = m; i < m + group; i++) weigh(s, i, at, first, num);
+            add_values(s->scores + m * CHUNK, group, own_values + first - tail, num, head_dim,
+                       s->sums + m * head_dim);
+        }
     }
+    finish(s, rows);
 }

@@ -6,19 +6,17 @@
  */
 #include "parley.h"
 
-#include <stdlib.h>
-
 typedef enum {
     EMBED,
     NORM_ATTENTION, QUERY_KEY_VALUE, ROTATE, ATTEND,
     GATHER,
     QUANTIZE_ATTENDED, ATTENTION_OUTPUT, ADD_ATTENTION,
-    NORM_FFN, GATE_UP, QUANTIZE_INNER, DOWN, ADD_FFN,
+    NORM_FFN, GATE_UP, QUANTIZE_INNER, DOWN, ADD_FFN, TAP,
     NORM_FINAL, HEAD,
     NUM_KINDS
 } phase_kind;
 
-enum { OWN_COPY_ROWS = 2, MAX_PHASES_A_LAYER = 12, TASKS_A_THREAD = 6 };
+enum { OWN_COPY_ROWS = 2, MAX_PHASES_A_LAYER = 13, TASKS_A_THREAD = 6 };
 
 typedef struct {
     phase_kind kind;
@@ -26,7 +24,7 @@ typedef struct {
 } phase;
 
 typedef struct { /* an attention task's rows, for one key/value head */
-    int32_t segment, first_row, num_rows, position;
+    int32_t segment, first_row, num_rows, offset; /* first_row: in the batch; offset: in the segment */
 } query_block;
 
 typedef struct {
@@ -47,6 +45,9 @@ typedef struct {
     float *hidden, *qkv, *attended, *inner, *block_out, *picked_hidden, *picked_attended;
     pn_activations shared;
     int64_t *places; /* of each row, in the pool */
+    int32_t *depths; /* of each row: its position is its segment's start + this */
+    int32_t *positions;
+    int32_t keeps_all_rows; /* features of the last layer are wanted: it runs for every row */
     query_block *blocks;
     phase *phases;
     int32_t *num_tasks;
@@ -56,25 +57,18 @@ typedef struct {
     int64_t kind_ns[NUM_KINDS];
 } pn_session;
 
-static void *take(int64_t num_bytes) {
-    int64_t rounded = (num_bytes + PN_ALIGNMENT) / PN_ALIGNMENT * PN_ALIGNMENT;
-    return aligned_alloc(PN_ALIGNMENT, (size_t)rounded);
-}
-
-static int round_up(int value, int to) { return (value + to - 1) / to * to; }
-static int largest_of(int a, int b) { return a > b ? a : b; }
-static int smallest_of(int a, int b) { return a < b ? a : b; }
-
 /* ---- sessions ---------------------------------------------------------------------------- */
 
 static void release_rows(pn_session *s) {
     void *all[] = {s->hidden, s->qkv, s->attended, s->inner, s->block_out, s->picked_hidden,
-                   s->picked_attended, s->shared.codes, s->shared.meta, s->places};
+                   s->picked_attended, s->shared.codes, s->shared.meta, s->places,
+                   s->depths, s->positions};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     s->hidden = s->qkv = s->attended = s->inner = s->block_out = NULL;
     s->picked_hidden = s->picked_attended = s->shared.meta = NULL;
     s->shared.codes = NULL;
     s->places = NULL;
+    s->depths = s->positions = NULL;
     s->capacity = 0;
 }
 
@@ -91,10 +85,12 @@ static int reserve_rows(pn_session *s, int num_rows) {
     s->picked_attended = take(rows * s->attended_stride * 4);
     s->inner = take(rows * s->inner_stride * 4);
     s->places = take(rows * 8);
+    s->depths = take(rows * 4);
+    s->positions = take(rows * 4);
     s->shared.codes = take(pn_code_bytes((int)rows, (int)groups));
     s->shared.meta = take(pn_meta_floats((int)rows, (int)groups) * 4);
     if (!s->hidden || !s->picked_hidden || !s->block_out || !s->qkv || !s->attended ||
-        !s->picked_attended || !s->inner || !s->places || !s->shared.codes || !s->shared.meta) {
+        !s->picked_attended || !s->inner || !s->places || !s->depths || !s->positions || !s->shared.codes || !s->shared.meta) {
         release_rows(s);
         return 0;
     }
@@ -166,10 +162,9 @@ PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
 
 /* ---- tasks ------------------------------------------------------------------------------- */
 
-static void embed(pn_session *s, int row) {
-    const pn_model *m = s->model;
-    float *out = s->hidden + (int64_t)row * m->hidden_size;
-    int64_t token = s->batch->token_ids[row], first = token * m->hidden_size;
+/* The embedding of one token, [hidden_size]. */
+void pn_embed(const pn_model *m, int64_t token, float *out) {
+    int64_t first = token * m->hidden_size;
     if (!m->embedding) {
         pn_matrix_row(&m->embedding_matrix, (int)token, out);
     } else if (m->embedding_type == PN_F32) {
@@ -186,11 +181,7 @@ static void embed(pn_session *s, int row) {
 
 static void rotate(pn_session *s, const pn_layer *layer, int layer_index, int row) {
     const pn_model *m = s->model;
-    const pn_batch *batch = s->batch;
-    int segment = 0, first = 0;
-    while (row >= first + batch->segments[3 * segment + 1]) first += batch->segments[3 * segment++ + 1];
-    int64_t position = batch->segments[3 * segment] + row - first;
-    const float *rotation = layer->rotations + position * m->head_dim;
+    const float *rotation = layer->rotations + (int64_t)s->positions[row] * m->head_dim;
     float *query = s->qkv + row * s->qkv_stride;
     float *key = query + m->num_heads * m->head_dim;
     pn_rotate_row(query, m->num_heads, m->head_dim, rotation, layer->query_norm, m->rms_eps,
@@ -203,30 +194,67 @@ static void attend(pn_session *s, const pn_layer *layer, int layer_index, int ta
     const pn_model *m = s->model;
     const query_block *block = &s->blocks[task / m->num_kv_heads];
     int kv_head = task % m->num_kv_heads, group = m->num_heads / m->num_kv_heads;
+    const int32_t *segment = s->batch->segments + PN_SEGMENT_FIELDS * block->segment;
     pn_attention call = {
         .cache = s->cache,
-        .block_ids = s->batch->block_ids + s->batch->segments[3 * block->segment + 2],
+        .block_ids = s->batch->block_ids + segment[2],
         .layer = layer_index, .kv_head = kv_head, .num_kv_heads = m->num_kv_heads,
         .num_heads = m->num_heads, .head_dim = m->head_dim, .window = layer->window,
         .softcap = m->attention_softcap,
     };
     int64_t head = (int64_t)kv_head * group * m->head_dim;
-    pn_attend(&call, s->qkv + block->first_row * s->qkv_stride + head, s->qkv_stride,
-              block->position, block->num_rows,
-              s->attended + block->first_row * s->attended_stride + head, s->attended_stride,
-              s->threads[thread].attention);
+    pn_query_rows rows = {
+        .query = s->qkv + block->first_row * s->qkv_stride + head,
+        .out = s->attended + block->first_row * s->attended_stride + head,
+        .query_stride = s->qkv_stride, .out_stride = s->attended_stride,
+        .position = segment[0], .num_rows = block->num_rows,
+    };
+    float *scratch = s->threads[thread].attention;
+    if (segment[3]) {
+        rows.depths = s->depths + block->first_row;
+        const int32_t *parents = s->batch->parents + block->first_row - block->offset;
+        pn_attend_tree(&call, &rows, parents, block->offset, scratch);
+    } else {
+        rows.position += block->offset;
+        pn_attend(&call, &rows, scratch);
+    }
 }
 
-/* Rows beyond the last attention that nobody asks for are dropped. */
+/* Rows beyond the last attention that nobody asks for are dropped; beyond the last layer, where
+ * its features are wanted. */
 static void gather_rows(pn_session *s) {
     const pn_batch *batch = s->batch;
     int64_t hidden = s->model->hidden_size;
     for (int i = 0; i < batch->num_logits; i++) {
         int64_t row = batch->logit_rows[i];
         memcpy(s->picked_hidden + i * hidden, s->hidden + row * hidden, sizeof(float) * hidden);
+        if (s->keeps_all_rows) continue;
         memcpy(s->picked_attended + i * s->attended_stride, s->attended + row * s->attended_stride,
                sizeof(float) * s->attended_stride);
     }
+}
+
+/* The residual stream of one row after `layer`, and what the final norm makes of it, where asked. */
+static void tap(const pn_session *s, int layer, int row) {
+    const pn_model *m = s->model;
+    const pn_batch *batch = s->batch;
+    const float *from = s->hidden + (int64_t)row * m->hidden_size;
+    float *to = batch->features + (int64_t)row * batch->num_taps * m->hidden_size;
+    for (int i = 0; i < batch->num_taps; i++, to += m->hidden_size) {
+        if (batch->taps[i] == layer) {
+            memcpy(to, from, sizeof(float) * m->hidden_size);
+        } else if (batch->taps[i] == m->num_layers && layer == m->num_layers - 1) {
+            pn_rms_norm(from, m->final_norm, m->hidden_size, m->rms_eps, to);
+        }
+    }
+}
+
+static int is_tapped(const pn_session *s, int layer) {
+    const pn_batch *batch = s->batch;
+    int last = s->model->num_layers - 1;
+    for (int i = 0; i < batch->num_taps; i++)
+        if (batch->taps[i] == layer || (layer == last && batch->taps[i] > last)) return 1;
+    return 0;
 }
 
 static void add_normed(pn_session *s, const float *norm, int row, float *hidden) {
@@ -245,7 +273,7 @@ typedef struct {
 } product_input;
 
 static int is_picked(const pn_session *s, const phase *p) {
-    return p->layer == s->model->num_layers - 1 && p->kind > GATHER;
+    return p->layer == s->model->num_layers - 1 && p->kind > (s->keeps_all_rows ? TAP : GATHER);
 }
 
 static product_input input_of(const pn_session *s, const phase *p) {
@@ -331,13 +359,18 @@ static void run_task(void *context, int number, int task, int thread) {
     int first = task * PN_ROW_BLOCK, end = smallest_of(first + PN_ROW_BLOCK, p->num_rows);
     switch (p->kind) {
     case EMBED:
-        for (int row = first; row < end; row++) embed(s, row);
+        for (int row = first; row < end; row++)
+            pn_embed(s->model, s->batch->token_ids[row],
+                     s->hidden + (int64_t)row * s->model->hidden_size);
         break;
     case ROTATE:
         for (int row = first; row < end; row++) rotate(s, layer, p->layer, row);
         break;
     case ATTEND: attend(s, layer, p->layer, task, thread); break;
     case GATHER: gather_rows(s); break;
+    case TAP:
+        for (int row = first; row < end; row++) tap(s, p->layer, row);
+        break;
     case ADD_ATTENTION:
         for (int row = first; row < end; row++)
             add_normed(s, layer->attention_post_norm, row, hidden);
@@ -384,22 +417,28 @@ static int add_product(pn_session *s, int count, phase_kind prepare, phase_kind 
 static int list_phases(pn_session *s) {
     const pn_model *m = s->model;
     int num_rows = s->batch->num_rows, count = add_phase(s, 0, EMBED, 0, num_rows);
+    s->keeps_all_rows = is_tapped(s, m->num_layers - 1);
     for (int l = 0; l < m->num_layers; l++) {
         const pn_layer *layer = &m->layers[l];
         count = add_product(s, count, NORM_ATTENTION, QUERY_KEY_VALUE, l, num_rows);
         count = add_phase(s, count, ROTATE, l, num_rows);
-        if (l == m->num_layers - 1) {
+        if (l == m->num_layers - 1 && !s->keeps_all_rows) {
             num_rows = s->batch->num_logits;
             if (num_rows == 0) break; /* keys and values were all that was wanted */
         }
         count = add_phase(s, count, ATTEND, l, num_rows);
-        if (l == m->num_layers - 1) count = add_phase(s, count, GATHER, l, num_rows);
+        if (l == m->num_layers - 1 && !s->keeps_all_rows)
+            count = add_phase(s, count, GATHER, l, num_rows);
         count = add_product(s, count, QUANTIZE_ATTENDED, ATTENTION_OUTPUT, l, num_rows);
         if (layer->attention_post_norm) count = add_phase(s, count, ADD_ATTENTION, l, num_rows);
         count = add_product(s, count, NORM_FFN, GATE_UP, l, num_rows);
         count = add_product(s, count, QUANTIZE_INNER, DOWN, l, num_rows);
         if (layer->ffn_post_norm) count = add_phase(s, count, ADD_FFN, l, num_rows);
+        if (is_tapped(s, l)) count = add_phase(s, count, TAP, l, num_rows);
     }
+    num_rows = s->batch->num_logits;
+    if (s->keeps_all_rows && num_rows > 0)
+        count = add_phase(s, count, GATHER, m->num_layers - 1, num_rows);
     if (num_rows > 0) count = add_product(s, count, NORM_FINAL, HEAD, m->num_layers - 1, num_rows);
     return count;
 }
@@ -410,19 +449,27 @@ static int place_rows(pn_session *s) {
     int rows_a_block = pn_attention_rows(s->model->num_heads / s->model->num_kv_heads);
     int num_blocks = 0, block_size = s->cache->block_size;
     for (int i = 0; i < batch->num_segments; i++)
-        num_blocks += (batch->segments[3 * i + 1] + rows_a_block - 1) / rows_a_block;
+        num_blocks += (batch->segments[PN_SEGMENT_FIELDS * i + 1] + rows_a_block - 1) / rows_a_block;
     if (!reserve_blocks(s, num_blocks)) return 0;
     s->num_blocks = 0;
     int row = 0;
     for (int i = 0; i < batch->num_segments; i++) {
-        const int32_t *segment = batch->segments + 3 * i, *ids = batch->block_ids + segment[2];
+        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
+        const int32_t *ids = batch->block_ids + segment[2];
+        int first = row;
         for (int j = 0; j < segment[1]; j += rows_a_block) {
             int rows = smallest_of(rows_a_block, segment[1] - j);
-            s->blocks[s->num_blocks++] = (query_block){i, row + j, rows, segment[0] + j};
+            s->blocks[s->num_blocks++] = (query_block){i, row + j, rows, j};
         }
         for (int j = 0; j < segment[1]; j++, row++) {
             int at = segment[0] + j;
             s->places[row] = (int64_t)ids[at / block_size] * block_size + at % block_size;
+            s->depths[row] = j;
+            if (segment[3]) {
+                int parent = batch->parents[row];
+                s->depths[row] = parent < 0 ? 0 : s->depths[first + parent] + 1;
+            }
+            s->positions[row] = segment[0] + s->depths[row];
         }
     }
     return 1;
@@ -432,19 +479,27 @@ static int place_rows(pn_session *s) {
 static pn_result check(const pn_model *m, const pn_cache *cache, const pn_batch *batch) {
     int64_t num_rows = 0, num_blocks = cache->num_positions / cache->block_size;
     for (int i = 0; i < batch->num_segments; i++) {
-        int32_t start = batch->segments[3 * i], length = batch->segments[3 * i + 1];
-        const int32_t *ids = batch->block_ids + batch->segments[3 * i + 2];
+        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
+        int32_t start = segment[0], length = segment[1];
+        const int32_t *ids = batch->block_ids + segment[2];
         if (start < 0 || length < 1 || (int64_t)start + length > m->max_context)
             return PN_BAD_SEGMENT;
         for (int b = 0; b <= (start + length - 1) / cache->block_size; b++)
             if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;
+        if (segment[3] && (length > PN_MAX_TREE_ROWS || !batch->parents)) return PN_BAD_TREE;
         num_rows += length;
+        if (num_rows > batch->num_rows) return PN_BAD_SEGMENT;
+        const int32_t *parents = batch->parents + num_rows - length;
+        for (int r = 0; segment[3] && r < length; r++)
+            if (parents[r] < -1 || parents[r] >= r) return PN_BAD_TREE;
     }
     if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
     for (int i = 0; i < batch->num_rows; i++)
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->vocab_size) return PN_BAD_TOKEN;
     for (int i = 0; i < batch->num_logits; i++)
         if (batch->logit_rows[i] < 0 || batch->logit_rows[i] >= num_rows) return PN_BAD_LOGIT_ROW;
+    for (int i = 0; i < batch->num_taps; i++)
+        if (batch->taps[i] < 0 || batch->taps[i] > m->num_layers) return PN_BAD_TAP;
     return PN_DONE;
 }
 

@@ -18,13 +18,15 @@ TILE = 8  # outputs that lie side by side
 # lasts, far shorter than the slice of time that another process may take.
 SPIN_US = 60
 
+MAX_TREE_ROWS = 256  # rows of one tree segment
+
 F32, BF16, INT8, F16 = range(4)
 STORE, ADD, GATED = range(3)
 SILU, GELU_TANH = range(2)
 PHASE_KINDS = (
     *("embed", "attention norm", "query/key/value", "rotate + store", "attention", "gather"),
     *("attention quantise", "attention output", "attention post norm", "ffn norm", "gate/up"),
-    *("inner quantise", "down", "ffn post norm", "final norm", "head"),
+    *("inner quantise", "down", "ffn post norm", "tap features", "final norm", "head"),
 )
 _HAS_ZERO = 1
 _PIECE_BYTES = 64 << 20
@@ -90,8 +92,50 @@ class Batch(Structure):
     """pn_batch."""
 
     _fields_ = (
-        *((n, c_void_p) for n in ("token_ids", "logit_rows", "segments", "block_ids", "logits")),
-        *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "reserved")),
+        *((n, c_void_p) for n in ("token_ids", "logit_rows", "segments", "parents", "block_ids")),
+        *((n, c_void_p) for n in ("taps", "logits", "features")),
+        *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "num_taps")),
+    )
+
+
+class DraftModel(Structure):
+    """pn_draft_model."""
+
+    _fields_ = (
+        *((n, Matrix) for n in ("features", "hidden_proj", "embedding_proj", "query_key_value")),
+        *((n, Matrix) for n in ("attention_output", "gate_up", "down", "head")),
+        *((n, c_void_p) for n in ("embedding_norm", "hidden_norm", "ffn_norm", "final_norm")),
+        *((n, c_void_p) for n in ("rotations", "target_ids")),
+        ("target", POINTER(Model)),
+        *((n, c_int32) for n in ("num_features", "normalises_features", "hidden_size")),
+        *((n, c_int32) for n in ("num_heads", "num_kv_heads", "head_dim", "inner_size")),
+        *((n, c_int32) for n in ("num_words", "max_context")),
+        *((n, c_float) for n in ("rms_eps", "score_scale")),
+        ("reserved", c_int32),
+    )
+
+
+class DraftChoice(Structure):
+    """pn_draft_choice."""
+
+    _fields_ = (
+        *((n, c_float) for n in ("temperature", "top_p", "min_p", "least_probability")),
+        *((n, c_int32) for n in ("top_k", "most_drafts")),
+    )
+
+
+class DraftBatch(Structure):
+    """pn_draft_batch."""
+
+    _fields_ = (
+        *((n, c_void_p) for n in ("token_ids", "features", "states", "output_rows", "segments")),
+        *((n, c_void_p) for n in ("parents", "block_ids")),
+        ("choices", POINTER(DraftChoice)),
+        *((n, c_void_p) for n in ("fractions", "logits", "out_states", "out_tokens")),
+        *((n, c_void_p) for n in ("out_probabilities", "out_lengths")),
+        *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
+        ("drawn_bonus", c_float),
+        ("reserved", c_int32),
     )
 
 
@@ -105,6 +149,11 @@ class Epilogue(Structure):
         ("activation", c_int32),
         ("softcap", c_float),
     )
+
+
+def pointer(structure: Model) -> Any:
+    """For a field that points at a structure; it does not keep it alive."""
+    return ctypes.pointer(structure)
 
 
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
@@ -122,9 +171,13 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pn_session_create": (c_void_p, (c_void_p, POINTER(Model))),
     "pn_session_destroy": (None, (c_void_p,)),
     "pn_forward": (c_int, (c_void_p, POINTER(Cache), POINTER(Batch))),
+    "pn_matrix_row": (None, (POINTER(Matrix), c_int, c_void_p)),
+    "pn_draft_session_create": (c_void_p, (c_void_p, POINTER(DraftModel))),
+    "pn_draft_session_destroy": (None, (c_void_p,)),
+    "pn_draft": (c_int, (c_void_p, POINTER(Cache), POINTER(DraftBatch))),
     "pn_session_profile": (POINTER(c_int64), (c_void_p, c_int)),
 }
-_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue)
+_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch, DraftChoice)
 
 
 class Library:

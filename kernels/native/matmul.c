@@ -8,8 +8,6 @@
  */
 #include "parley.h"
 
-#include <stdlib.h>
-
 #define INLINE static inline __attribute__((always_inline))
 
 #ifdef PN_AVX2

@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "parley.h"
 
-#include <stdlib.h>
 #include <sys/mman.h>
 
 /* Memory for packed weights, zeroed, in huge pages where the system has them: a step reads all of
@@ -76,7 +75,7 @@ PN_EXPORT void pn_pack_rows(uint8_t *data, int bits, int flags, const uint8_t *c
 }
 
 /* Row `row` as floats [num_in]. */
-void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
+PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
     int lane = row % PN_TILE, code_bytes = matrix->bits == 4 ? 128 : 256;
     const uint8_t *record = matrix->data + (int64_t)(row / PN_TILE) * matrix->num_groups *
                                                matrix->record_bytes;
@@ -101,7 +100,9 @@ void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
 /* Sizes of the structures, so that the caller's declarations can be checked. */
 PN_EXPORT int64_t pn_layout(int index) {
     const int64_t sizes[] = {sizeof(pn_matrix), sizeof(pn_layer), sizeof(pn_model),
-                             sizeof(pn_cache), sizeof(pn_batch), sizeof(pn_epilogue)};
+                             sizeof(pn_cache), sizeof(pn_batch), sizeof(pn_epilogue),
+                             sizeof(pn_draft_model), sizeof(pn_draft_batch),
+                             sizeof(pn_draft_choice)};
     return index >= 0 && index < (int)(sizeof sizes / sizeof *sizes) ? sizes[index] : -1;
 }
 

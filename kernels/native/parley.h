@@ -23,6 +23,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if !defined(PARLEY_SCALAR) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -41,7 +42,17 @@
 #define PN_TILE 8
 #define PN_GROUP 32
 #define PN_ROW_BLOCK 16
+#define PN_SEGMENT_FIELDS 4
 #define PN_ALIGNMENT 64
+#define PN_MAX_TREE_ROWS 256 /* of one segment */
+
+static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
+static inline int largest_of(int a, int b) { return a > b ? a : b; }
+static inline int smallest_of(int a, int b) { return a < b ? a : b; }
+static inline void *take(int64_t num_bytes) { /* NULL without memory */
+    int64_t rounded = (num_bytes + PN_ALIGNMENT) / PN_ALIGNMENT * PN_ALIGNMENT;
+    return aligned_alloc(PN_ALIGNMENT, (size_t)rounded);
+}
 
 /* ---- vectors of 8 floats --------------------------------------------------------------- */
 
@@ -166,7 +177,8 @@ enum { PN_HAS_ZERO = 1 };
 enum { PN_F32 = 0, PN_BF16 = 1, PN_INT8 = 2, PN_F16 = 3 };
 enum { PN_SILU = 0, PN_GELU_TANH = 1 };
 typedef enum {
-    PN_DONE, PN_NO_MEMORY, PN_BAD_TOKEN, PN_BAD_LOGIT_ROW, PN_BAD_BLOCK, PN_BAD_SEGMENT
+    PN_DONE, PN_NO_MEMORY, PN_BAD_TOKEN, PN_BAD_LOGIT_ROW, PN_BAD_BLOCK, PN_BAD_SEGMENT,
+    PN_BAD_TAP, PN_BAD_TREE
 } pn_result;
 
 typedef struct {
@@ -209,11 +221,58 @@ typedef struct {
 typedef struct {
     const int64_t *token_ids;  /* [num_rows] */
     const int64_t *logit_rows; /* [num_logits] */
-    const int32_t *segments;   /* [num_segments][3]: start, length, first entry in block_ids */
+    const int32_t *segments;   /* [num_segments][4]: start, length, first in block_ids, is a tree */
+    const int32_t *parents;    /* [num_rows] rows of the segment, -1: none; NULL without trees */
     const int32_t *block_ids;
-    float *logits; /* [num_logits][vocab_size] */
-    int32_t num_rows, num_logits, num_segments, reserved;
+    const int32_t *taps; /* [num_taps] layers whose output is wanted; num_layers: normed */
+    float *logits;       /* [num_logits][vocab_size] */
+    float *features;     /* [num_rows][num_taps][hidden_size] */
+    int32_t num_rows, num_logits, num_segments, num_taps;
 } pn_batch;
+
+/* An EAGLE-3 head, see llm_core/speculative/head_config.py; absent matrices have no data. */
+typedef struct {
+    pn_matrix features, hidden_proj, embedding_proj;
+    pn_matrix query_key_value, attention_output, gate_up, down, head;
+    const float *embedding_norm, *hidden_norm, *ffn_norm, *final_norm;
+    const float *rotations;    /* [positions][head_dim / 2][cos, sin] */
+    const int64_t *target_ids; /* [num_words] the target's token of each draft word */
+    const pn_model *target;    /* for its embedding */
+    int32_t num_features, normalises_features, hidden_size, num_heads, num_kv_heads, head_dim;
+    int32_t inner_size, num_words, max_context;
+    float rms_eps, score_scale;
+    int32_t reserved;
+} pn_draft_model;
+
+/* How the drafts of one sequence are chosen. */
+typedef struct {
+    float temperature, top_p, min_p; /* of what is drawn from, as in llm_core/sampler.py */
+    float least_probability;         /* a chain ends before its product falls below this */
+    int32_t top_k, most_drafts;
+} pn_draft_choice;
+
+/* Rows for a head. With `choices` the last row of each segment, the only ones in output_rows, is
+ * continued num_steps times: the likeliest word, or the one that the fraction draws, is the next
+ * row's token, and so on. */
+typedef struct {
+    const int64_t *token_ids;   /* [num_rows] */
+    const float *features;      /* [num_rows][num_features], or NULL: see states */
+    const float *states;        /* [num_rows][hidden_size] outputs of earlier rows */
+    const int64_t *output_rows; /* [num_outputs] ascending */
+    const int32_t *segments;    /* [num_segments][4], as in pn_batch */
+    const int32_t *parents;     /* as in pn_batch */
+    const int32_t *block_ids;
+    const pn_draft_choice *choices; /* [num_segments] or NULL */
+    const float *fractions;         /* [num_steps + 1][num_segments], below 0: the likeliest */
+    float *logits;            /* [num_outputs][num_words], without choices */
+    float *out_states;        /* [num_outputs][hidden_size], likewise */
+    int64_t *out_tokens;      /* [num_steps + 1][num_segments] the target's tokens */
+    float *out_probabilities; /* likewise */
+    int32_t *out_lengths;     /* [num_segments] drafts that count */
+    int32_t num_rows, num_outputs, num_segments, num_steps;
+    float drawn_bonus; /* what a drawn word's probability gains of what it lacks to 1 */
+    int32_t reserved;
+} pn_draft_batch;
 
 typedef struct {
     int8_t *codes;
@@ -249,7 +308,8 @@ int64_t pn_meta_floats(int num_rows, int num_groups);
 
 void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_rows,
                      int first_tile, int end_tile, const pn_epilogue *epilogue);
-void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
+void pn_embed(const pn_model *model, int64_t token, float *out);
+PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
 
 typedef struct {
     const pn_cache *cache;
@@ -259,8 +319,19 @@ typedef struct {
 } pn_attention;
 int64_t pn_attention_scratch(int head_dim);
 int pn_attention_rows(int group_size);
-void pn_attend(const pn_attention *call, const float *query, int64_t query_stride, int position,
-               int num_rows, float *out, int64_t out_stride, float *scratch);
+
+/* Rows of one sequence, for the query heads of one group: `query` and `out` point at the first of
+ * these in the first row. */
+typedef struct {
+    const float *query;
+    float *out;
+    int64_t query_stride, out_stride;
+    const int32_t *depths; /* [num_rows] positions are `position` + these; NULL: 0, 1, 2, ... */
+    int32_t position, num_rows;
+} pn_query_rows;
+void pn_attend(const pn_attention *call, const pn_query_rows *rows, float *scratch);
+void pn_attend_tree(const pn_attention *call, const pn_query_rows *rows, const int32_t *parents,
+                    int first_row, float *scratch);
 void pn_store_kv(const pn_cache *cache, int layer, int num_kv_heads, int head_dim,
                  int64_t pool_position, const float *key_value);
 void pn_rotate_row(float *heads, int num_heads, int head_dim, const float *rotation,

@@ -25,7 +25,7 @@ static float inverse_rms(const float *x, int size, float eps) {
 
 void pn_rms_norm(const float *x, const float *weight, int size, float eps, float *out) {
     float factor = inverse_rms(x, size, eps);
-    for (int i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+    for (int i = 0; i < size; i++) out[i] = x[i] * factor * (weight ? weight[i] : 1.0f);
 }
 
 /* Codes of 32 values v[0..3]; returns their sum. |v * inverse| <= 127. */

@@ -13,7 +13,6 @@
 #include "parley.h"
 
 #include <pthread.h>
-#include <stdlib.h>
 #include <time.h>
 
 enum { MAX_THREADS = 64, TASK_BITS = 20 };

@@ -35,10 +35,16 @@ class TurnGlue:
     to_user: list[int]
 
 
-def turn_glue(tokenizer: Tokenizer, template: ChatTemplate) -> TurnGlue:
-    """Raises InvalidRequestError for a template that does not show what is said as it is."""
+def turn_glue(
+    tokenizer: Tokenizer, template: ChatTemplate, instructions: str | None = None
+) -> TurnGlue:
+    """``instructions`` are the system message, if there is to be one.
+
+    Raises InvalidRequestError for a template that does not show what is said as it is."""
     roles = ("user", "assistant", "user")
     messages = [ChatMessage(role, mark) for role, mark in zip(roles, _MARKS, strict=True)]  # type: ignore[arg-type]
+    if instructions is not None:
+        messages.insert(0, ChatMessage("system", instructions))
     rest: list[PromptPiece] = template.render(messages)
     ids = []
     for index, mark in enumerate(_MARKS):

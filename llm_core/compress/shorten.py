@@ -181,7 +181,7 @@ def _surprisal_chunks(runner: ModelRunner, ids: list[int]) -> Iterator[list[floa
             tokens[start:end], (Segment(blocks, start, end - start),), torch.arange(end - start)
         )
         nats = torch.nn.functional.cross_entropy(
-            runner.forward(batch), tokens[start + 1 : end + 1], reduction="none"
+            runner.forward(batch).logits, tokens[start + 1 : end + 1], reduction="none"
         )
         yield (nats / math.log(2)).tolist()
 

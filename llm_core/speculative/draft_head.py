@@ -7,13 +7,16 @@ layer, with the block ids of the target's: position i of a sequence is kept at t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from llm_core.batch import Segment
 from llm_core.kv_cache import KvCache
+from llm_core.speculative.drafter import DraftRequest
+from llm_core.speculative.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +57,15 @@ class DraftHead(Protocol):
 
     def forward(self, batch: HeadBatch, cache: KvCache) -> HeadResult:
         """Writes the rows' keys and values. Called under inference mode."""
+
+
+@runtime_checkable
+class ChainHead(DraftHead, Protocol):
+    """A head that goes on from its own drafts without coming back in between."""
+
+    def draft_chains(
+        self, batch: HeadBatch, cache: KvCache, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        """What ``grow.Grower`` would make of shapes of width 1: runs the batch's rows, one segment
+        a request, and goes on from the last of each; ``output_rows`` must be these. What it reads
+        of its drafts it keeps behind the segments, and it stops where a segment's blocks end."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from llm_core.block_tables import BlockCopy
+from llm_core.messages import SamplingParams
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.tree import DraftTree
 
@@ -37,16 +38,15 @@ class DraftShape:
 class DraftRequest:
     """A sequence whose tokens are all computed but the last one.
 
-    ``temperature`` and ``top_p`` are the request's. ``fractions[k]`` in [0, 1) is the random number
-    with which the target will draw the k-th token from here, () where nothing is drawn: a drafter
-    whose distribution is near the target's finds the same token with it more often than by taking
-    the likeliest.
+    ``params`` are the request's. ``fractions[k]`` in [0, 1) is the random number with which the
+    target will draw the k-th token from here, () where nothing is drawn: a drafter whose
+    distribution is near the target's finds the same token with it more often than by taking the
+    likeliest.
     """
 
     sequence: TokenSequence
     shape: DraftShape
-    temperature: float = 0.0
-    top_p: float = 1.0
+    params: SamplingParams
     fractions: tuple[float, ...] = ()
 
 
@@ -75,8 +75,11 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """A tree for each request, empty where nothing is worth a row."""
 
-    def observe(self, rows: Sequence[ComputedRows], copies: Sequence[BlockCopy] = ()) -> None:
-        """What a step did: first the copies, then the rows."""
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        """Blocks that are copied at the beginning of a step, before drafts are asked for."""
+
+    def observe(self, rows: Sequence[ComputedRows]) -> None:
+        """What a step computed."""
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """Only the first ``length`` tokens of a sequence stay as they were."""

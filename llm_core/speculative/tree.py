@@ -50,6 +50,14 @@ class DraftTree:
             result.append(probability if parent < 0 else result[parent] * probability)
         return result
 
+    def path(self, draft: int) -> list[int]:
+        """The drafts from the sequence to ``draft``, itself the last."""
+        path: list[int] = []
+        while draft >= 0:
+            path.append(draft)
+            draft = self.parents[draft]
+        return path[::-1]
+
     def subtree(self, kept: Sequence[int]) -> DraftTree:
         """Only the drafts ``kept``, which ascend and hold the parent of each."""
         place = {old: new for new, old in enumerate(kept)} | {-1: -1}

@@ -1,0 +1,595 @@
+/* An EAGLE-3 head over rows of several sequences, and whole chains of drafts, in one call.
+ *
+ * A first pass runs the rows that are given; with num_steps each further pass has one row a
+ * sequence, fed with what the pass before chose. All passes are one list of phases, so threads meet
+ * between phases but never return to the caller in between. Attention and what follows run only
+ * for the rows whose outputs are wanted: of the others keys and values are all that stays.
+ */
+#include "parley.h"
+
+typedef enum { PREPARE, NORM_TAPS, QUANTIZE, MULTIPLY, JOIN, ROTATE, ATTEND, GATHER, CHOOSE } phase_kind;
+
+enum { OWN_COPY_ROWS = 2, PHASES_A_PASS = 21, TASKS_A_THREAD = 6 };
+
+typedef struct {
+    const float *rows; /* what a product reads, and the norm on the way (or NULL) */
+    const float *norm;
+    int64_t stride;
+    int32_t num_in;
+} product_input;
+
+typedef struct {
+    phase_kind kind;
+    int32_t pass, num_rows, tiles_a_task;
+    const pn_matrix *matrix;
+    product_input input;
+    pn_epilogue epilogue;
+} phase;
+
+typedef struct { /* an attention task's rows, for one key/value head */
+    int32_t segment, row, num_rows, offset, position;
+} query_block;
+
+typedef struct {
+    pn_activations own;
+    int64_t prepared; /* number of the phase (over all calls) whose input `own` holds */
+    float *attention;
+} thread_state;
+
+typedef struct {
+    int32_t segment, depth, position;
+    int64_t place, token;
+} row_state;
+
+typedef struct {
+    pn_pool *pool;
+    const pn_draft_model *model;
+    const pn_cache *cache;
+    const pn_draft_batch *batch;
+    int32_t row_capacity, num_capacity, phase_capacity; /* num: of row states and query blocks */
+    int32_t num_phases, num_blocks, num_active;
+    int64_t first_phase;
+    int64_t qkv_stride, attended_stride, inner_stride;
+    int32_t most_inputs;
+    float *taps, *embedded, *hidden, *joined, *qkv, *attended, *inner, *picked, *picked_attended;
+    float *logits;
+    pn_activations shared;
+    row_state *rows; /* [num_rows + num_steps * num_segments] */
+    query_block *blocks;
+    int32_t *depths, *chain_lengths;
+    float *products; /* of each chain's probabilities */
+    phase *phases;
+    int32_t *num_tasks;
+    thread_state *threads;
+} pn_draft_session;
+
+/* ---- sessions ---------------------------------------------------------------------------- */
+
+static void release(pn_draft_session *s) {
+    void *all[] = {s->taps, s->embedded, s->hidden, s->joined, s->qkv, s->attended, s->inner,
+                   s->picked, s->picked_attended, s->logits, s->shared.codes, s->shared.meta};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    s->taps = s->embedded = s->hidden = s->joined = s->qkv = s->attended = s->inner = NULL;
+    s->picked = s->picked_attended = s->logits = s->shared.meta = NULL;
+    s->shared.codes = NULL;
+    s->row_capacity = 0;
+}
+
+static int reserve_rows(pn_draft_session *s, int num_rows) {
+    if (num_rows <= s->row_capacity) return 1;
+    release(s);
+    const pn_draft_model *m = s->model;
+    int64_t rows = round_up(num_rows, PN_ROW_BLOCK), hidden = m->hidden_size;
+    int groups = s->most_inputs / PN_GROUP;
+    struct { float **to; int64_t width; } all[] = {
+        {&s->taps, m->num_features}, {&s->embedded, hidden}, {&s->hidden, hidden},
+        {&s->joined, 2 * hidden}, {&s->qkv, s->qkv_stride}, {&s->attended, s->attended_stride},
+        {&s->inner, s->inner_stride}, {&s->picked, hidden},
+        {&s->picked_attended, s->attended_stride}, {&s->logits, m->num_words}};
+    int is_complete = 1;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        *all[i].to = take(rows * all[i].width * 4);
+        is_complete &= *all[i].to != NULL;
+    }
+    s->shared.codes = take(pn_code_bytes((int)rows, groups));
+    s->shared.meta = take(pn_meta_floats((int)rows, groups) * 4);
+    if (!is_complete || !s->shared.codes || !s->shared.meta) {
+        release(s);
+        return 0;
+    }
+    s->row_capacity = (int32_t)rows;
+    return 1;
+}
+
+static void release_states(pn_draft_session *s) {
+    void *all[] = {s->rows, s->blocks, s->depths, s->chain_lengths, s->products};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    s->rows = NULL;
+    s->blocks = NULL;
+    s->depths = s->chain_lengths = NULL;
+    s->products = NULL;
+    s->num_capacity = 0;
+}
+
+static int reserve_states(pn_draft_session *s, int num) {
+    if (num <= s->num_capacity) return 1;
+    release_states(s);
+    num *= 2;
+    s->rows = take(num * (int64_t)sizeof *s->rows);
+    s->blocks = take(num * (int64_t)sizeof *s->blocks);
+    s->depths = take(num * 4LL);
+    s->chain_lengths = take(num * 4LL);
+    s->products = take(num * 4LL);
+    if (!s->rows || !s->blocks || !s->depths || !s->chain_lengths || !s->products) {
+        release_states(s);
+        return 0;
+    }
+    s->num_capacity = num;
+    return 1;
+}
+
+static int reserve_phases(pn_draft_session *s, int num_passes) {
+    if (num_passes * PHASES_A_PASS <= s->phase_capacity) return 1;
+    free(s->phases);
+    free(s->num_tasks);
+    int num = 2 * num_passes * PHASES_A_PASS;
+    s->phases = take(num * (int64_t)sizeof *s->phases);
+    s->num_tasks = take(num * (int64_t)sizeof *s->num_tasks);
+    s->phase_capacity = s->phases && s->num_tasks ? num : 0;
+    return s->phase_capacity > 0;
+}
+
+PN_EXPORT void pn_draft_session_destroy(pn_draft_session *s) {
+    if (!s) return;
+    release(s);
+    release_states(s);
+    for (int i = 0; s->threads && i < pn_pool_threads(s->pool); i++) {
+        free(s->threads[i].own.codes);
+        free(s->threads[i].own.meta);
+        free(s->threads[i].attention);
+    }
+    free(s->threads);
+    free(s->phases);
+    free(s->num_tasks);
+    free(s);
+}
+
+/* `pool` and `model` must outlive the session. NULL without memory. */
+PN_EXPORT pn_draft_session *pn_draft_session_create(pn_pool *pool, const pn_draft_model *m) {
+    pn_draft_session *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    s->pool = pool;
+    s->model = m;
+    int query_size = m->num_heads * m->head_dim, kv_size = m->num_kv_heads * m->head_dim;
+    s->qkv_stride = round_up(query_size + 2 * kv_size, PN_TILE);
+    s->attended_stride = query_size;
+    s->inner_stride = round_up(m->inner_size, PN_TILE);
+    int most = largest_of(largest_of(m->num_features, 2 * m->hidden_size),
+                          largest_of(query_size, m->inner_size));
+    s->most_inputs = round_up(most, PN_GROUP);
+    s->threads = calloc((size_t)pn_pool_threads(pool), sizeof *s->threads);
+    int is_complete = s->threads != NULL, groups = s->most_inputs / PN_GROUP;
+    for (int i = 0; is_complete && i < pn_pool_threads(pool); i++) {
+        thread_state *thread = &s->threads[i];
+        thread->prepared = -1;
+        thread->own.codes = take(pn_code_bytes(OWN_COPY_ROWS, groups));
+        thread->own.meta = take(pn_meta_floats(OWN_COPY_ROWS, groups) * 4);
+        thread->attention = take(pn_attention_scratch(m->head_dim) * 4);
+        is_complete = thread->own.codes && thread->own.meta && thread->attention;
+    }
+    if (is_complete) return s;
+    pn_draft_session_destroy(s);
+    return NULL;
+}
+
+/* ---- tasks ------------------------------------------------------------------------------- */
+
+/* Row states of a pass: those given, then one a segment for each further pass. */
+static row_state *rows_of(const pn_draft_session *s, int pass) {
+    const pn_draft_batch *batch = s->batch;
+    return s->rows + (pass == 0 ? 0 : batch->num_rows + (pass - 1) * batch->num_segments);
+}
+
+/* A row's embedding, and what goes into the residual unless a product makes it. */
+static void prepare(pn_draft_session *s, const phase *p, int row) {
+    const pn_draft_model *m = s->model;
+    int64_t at = (int64_t)row * m->hidden_size;
+    pn_embed(m->target, rows_of(s, p->pass)[row].token, s->embedded + at);
+    if (p->input.rows)
+        memcpy(s->hidden + at, p->input.rows + at, sizeof(float) * m->hidden_size);
+}
+
+/* Each part of a row's features divided by its root mean square. */
+static void norm_taps(pn_draft_session *s, int row) {
+    const pn_draft_model *m = s->model;
+    for (int part = 0; part < m->num_features; part += m->hidden_size) {
+        int64_t at = (int64_t)row * m->num_features + part;
+        pn_rms_norm(s->batch->features + at, NULL, m->hidden_size, m->rms_eps, s->taps + at);
+    }
+}
+
+static void join(pn_draft_session *s, int row) {
+    const pn_draft_model *m = s->model;
+    int64_t size = m->hidden_size, at = row * size;
+    float *to = s->joined + 2 * at;
+    pn_rms_norm(s->embedded + at, m->embedding_norm, m->hidden_size, m->rms_eps, to);
+    pn_rms_norm(s->hidden + at, m->hidden_norm, m->hidden_size, m->rms_eps, to + size);
+}
+
+static void rotate(pn_draft_session *s, const phase *p, int row) {
+    const pn_draft_model *m = s->model;
+    const row_state *state = rows_of(s, p->pass) + row;
+    const float *rotation = m->rotations + (int64_t)state->position * m->head_dim;
+    float *query = s->qkv + row * s->qkv_stride, *key = query + m->num_heads * m->head_dim;
+    pn_rotate_row(query, m->num_heads, m->head_dim, rotation, NULL, m->rms_eps, m->score_scale);
+    pn_rotate_row(key, m->num_kv_heads, m->head_dim, rotation, NULL, m->rms_eps, 1.0f);
+    pn_store_kv(s->cache, 0, m->num_kv_heads, m->head_dim, state->place, key);
+}
+
+static void attend(pn_draft_session *s, const phase *p, int task, int thread) {
+    const pn_draft_model *m = s->model;
+    int kv_head = task % m->num_kv_heads, group = m->num_heads / m->num_kv_heads;
+    const query_block *block = &s->blocks[task / m->num_kv_heads];
+    query_block step;
+    if (p->pass > 0) { /* one row a segment, after all that were before it */
+        int i = task / m->num_kv_heads;
+        step = (query_block){i, i, 1, 0, rows_of(s, p->pass)[i].position};
+        block = &step;
+    }
+    const int32_t *segment = s->batch->segments + PN_SEGMENT_FIELDS * block->segment;
+    pn_attention call = {
+        .cache = s->cache, .block_ids = s->batch->block_ids + segment[2], .layer = 0,
+        .kv_head = kv_head, .num_kv_heads = m->num_kv_heads, .num_heads = m->num_heads,
+        .head_dim = m->head_dim,
+    };
+    int64_t head = (int64_t)kv_head * group * m->head_dim;
+    pn_query_rows rows = {
+        .query = s->qkv + block->row * s->qkv_stride + head,
+        .out = s->attended + block->row * s->attended_stride + head,
+        .query_stride = s->qkv_stride, .out_stride = s->attended_stride,
+        .position = block->position, .num_rows = block->num_rows,
+    };
+    float *scratch = s->threads[thread].attention;
+    if (p->pass > 0 || !segment[3]) {
+        pn_attend(&call, &rows, scratch);
+        return;
+    }
+    rows.depths = s->depths + block->row;
+    const int32_t *parents = s->batch->parents + block->row - block->offset;
+    pn_attend_tree(&call, &rows, parents, block->offset, scratch);
+}
+
+static void gather(pn_draft_session *s, const phase *p) {
+    int64_t hidden = s->model->hidden_size, width = s->attended_stride;
+    for (int i = 0; i < p->num_rows; i++) {
+        int64_t row = p->pass == 0 ? s->batch->output_rows[i] : i;
+        memcpy(s->picked + i * hidden, s->hidden + row * hidden, sizeof(float) * hidden);
+        memcpy(s->picked_attended + i * width, s->attended + row * width, sizeof(float) * width);
+    }
+}
+
+static void quantize(const phase *p, int first_row, int end_row, float eps, pn_activations to) {
+    to.num_groups = round_up(p->input.num_in, PN_GROUP) / PN_GROUP;
+    to.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
+    pn_quantize_rows(p->input.rows, p->input.stride, p->input.num_in, p->input.norm, eps, first_row,
+                     end_row, &to);
+}
+
+static void multiply(pn_draft_session *s, int number, int task, int thread) {
+    const phase *p = &s->phases[number];
+    pn_activations input = s->shared;
+    if (p->num_rows <= OWN_COPY_ROWS) {
+        thread_state *own = &s->threads[thread];
+        input = own->own;
+        if (own->prepared != s->first_phase + number) {
+            quantize(p, 0, p->num_rows, s->model->rms_eps, input);
+            own->prepared = s->first_phase + number;
+        }
+    }
+    input.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
+    int first = task * p->tiles_a_task;
+    pn_matmul_tiles(p->matrix, &input, p->num_rows, first,
+                    smallest_of(first + p->tiles_a_task, p->matrix->num_tiles), &p->epilogue);
+}
+
+/* The number, or (is_sum) the sum, of weights from `least` on. */
+static float measure(const float *weights, int num, float least, int is_sum) {
+    f8 total = f8_all(0);
+    int j = 0;
+    for (; j + PN_TILE <= num; j += PN_TILE) {
+        f8 weight = f8_load(weights + j);
+        s8 counts = weight >= f8_all(least);
+        total += (f8)((s8)(is_sum ? weight : f8_all(1.0f)) & counts);
+    }
+    float sum = f8_sum(total);
+    for (; j < num; j++) sum += weights[j] >= least ? (is_sum ? weights[j] : 1.0f) : 0.0f;
+    return sum;
+}
+
+/* The largest weight such that those from it on measure `needed`; `least` if none does. Weights are
+ * in (0, 1], where numbers compare as their bits do. */
+static float threshold(const float *weights, int num, float least, float needed, int is_sum) {
+    union { float value; uint32_t bits; } low = {.value = least}, high = {.value = 1.0f}, at;
+    if (measure(weights, num, 1.0f, is_sum) >= needed) return 1.0f;
+    while (low.bits + 1 < high.bits) { /* low measures enough, or is where to stop; high does not */
+        at.bits = low.bits + (high.bits - low.bits) / 2;
+        if (measure(weights, num, at.value, is_sum) >= needed) low = at; else high = at;
+    }
+    return low.value;
+}
+
+/* In the order of words, where the running sum of the weights passes `fraction` of all that may be
+ * drawn. */
+static int draw_word(const float *weights, int num, const pn_draft_choice *choice, float fraction) {
+    float least = 0.0f, passed = 0.0f;
+    if (choice->top_k > 0 && choice->top_k < num)
+        least = threshold(weights, num, least, (float)choice->top_k, 0);
+    if (choice->top_p < 1.0f)
+        least = threshold(weights, num, least, choice->top_p * measure(weights, num, least, 1), 1);
+    if (least < choice->min_p) least = choice->min_p;
+    float wanted = fraction * measure(weights, num, least, 1);
+    int last = 0;
+    for (int j = 0; j < num; j++) {
+        if (weights[j] < least || weights[j] == 0.0f) continue;
+        last = j;
+        passed += weights[j];
+        if (passed > wanted) break;
+    }
+    return last;
+}
+
+/* The likeliest word or, where `fraction` is not negative, the drawn one; and how likely it is.
+ * `logits` become weights. */
+static int choose_word(float *logits, int num_words, float fraction, const pn_draft_choice *choice,
+                       float *probability) {
+    int padded = num_words / PN_TILE * PN_TILE, word = 0;
+    f8 most = f8_all(-INFINITY), total = f8_all(0);
+    for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(logits + j));
+    float largest = f8_largest(most), sum = 0;
+    for (int j = padded; j < num_words; j++) largest = largest > logits[j] ? largest : logits[j];
+    while (word < num_words - 1 && logits[word] != largest) word++;
+    float factor = fraction < 0 ? 1.0f : 1.0f / choice->temperature;
+    for (int j = 0; j < padded; j += PN_TILE) {
+        f8 weight = f8_exp((f8_load(logits + j) - largest) * factor);
+        total += weight;
+        f8_store(logits + j, weight);
+    }
+    for (int j = padded; j < num_words; j++) {
+        logits[j] = expf((logits[j] - largest) * factor);
+        sum += logits[j];
+    }
+    sum += f8_sum(total);
+    if (fraction >= 0) word = draw_word(logits, num_words, choice, fraction);
+    *probability = logits[word] / sum;
+    return word;
+}
+
+/* What follows the last row of a segment: a draft, and the next pass's row. */
+static void choose(pn_draft_session *s, const phase *p, int segment) {
+    const pn_draft_batch *batch = s->batch;
+    const pn_draft_choice *choice = &batch->choices[segment];
+    int64_t at = (int64_t)p->pass * batch->num_segments + segment;
+    if (s->chain_lengths[segment] < p->pass || p->pass >= choice->most_drafts) return;
+    float probability, *logits = s->logits + (int64_t)segment * s->model->num_words;
+    float fraction = batch->fractions[at];
+    int word = choose_word(logits, s->model->num_words, fraction, choice, &probability);
+    if (fraction >= 0) probability += batch->drawn_bonus * (1.0f - probability);
+    s->products[segment] *= probability;
+    if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
+    s->chain_lengths[segment] = p->pass + 1;
+    batch->out_tokens[at] = s->model->target_ids[word];
+    batch->out_probabilities[at] = probability;
+    if (p->pass < batch->num_steps)
+        rows_of(s, p->pass + 1)[segment].token = s->model->target_ids[word];
+}
+
+static int has_active(const pn_draft_session *s, int pass) {
+    for (int i = 0; i < s->batch->num_segments; i++)
+        if (s->chain_lengths[i] >= pass && s->batch->choices[i].most_drafts > pass) return 1;
+    return 0;
+}
+
+static void run_task(void *context, int number, int task, int thread) {
+    pn_draft_session *s = context;
+    const phase *p = &s->phases[number];
+    if (p->pass > 0 && !has_active(s, p->pass)) return;
+    int first = task * PN_ROW_BLOCK, end = smallest_of(first + PN_ROW_BLOCK, p->num_rows);
+    switch (p->kind) {
+    case PREPARE:
+        for (int row = first; row < end; row++) prepare(s, p, row);
+        break;
+    case NORM_TAPS:
+        for (int row = first; row < end; row++) norm_taps(s, row);
+        break;
+    case QUANTIZE: quantize(p, first, end, s->model->rms_eps, s->shared); break;
+    case MULTIPLY: multiply(s, number, task, thread); break;
+    case JOIN:
+        for (int row = first; row < end; row++) join(s, row);
+        break;
+    case ROTATE:
+        for (int row = first; row < end; row++) rotate(s, p, row);
+        break;
+    case ATTEND: attend(s, p, task, thread); break;
+    case GATHER: gather(s, p); break;
+    case CHOOSE: choose(s, p, task); break;
+    }
+}
+
+/* ---- the list of phases ------------------------------------------------------------------ */
+
+static phase *add_phase(pn_draft_session *s, phase_kind kind, int pass, int num_rows) {
+    phase *p = &s->phases[s->num_phases];
+    *p = (phase){.kind = kind, .pass = pass, .num_rows = num_rows};
+    int32_t *num_tasks = &s->num_tasks[s->num_phases++];
+    *num_tasks = (num_rows + PN_ROW_BLOCK - 1) / PN_ROW_BLOCK;
+    if (kind == GATHER) *num_tasks = 1;
+    if (kind == CHOOSE) *num_tasks = num_rows;
+    if (kind == ATTEND)
+        *num_tasks = (pass == 0 ? s->num_blocks : num_rows) * s->model->num_kv_heads;
+    return p;
+}
+
+static void add_product(pn_draft_session *s, int pass, int num_rows, const pn_matrix *matrix,
+                        product_input input, pn_epilogue epilogue) {
+    if (num_rows > OWN_COPY_ROWS) add_phase(s, QUANTIZE, pass, num_rows)->input = input;
+    phase *p = add_phase(s, MULTIPLY, pass, num_rows);
+    int num_threads = pn_pool_threads(s->pool);
+    int tasks = num_threads == 1 ? 1 : num_threads * TASKS_A_THREAD;
+    int tiles = largest_of((matrix->num_tiles + tasks - 1) / tasks, 1);
+    if (num_rows > PN_ROW_BLOCK) tiles = smallest_of(tiles, 16); /* stay in the L2 cache */
+    p->tiles_a_task = round_up(tiles, 2); /* gate and up stay together */
+    s->num_tasks[s->num_phases - 1] = (matrix->num_tiles + p->tiles_a_task - 1) / p->tiles_a_task;
+    p->matrix = matrix;
+    p->input = input;
+    p->epilogue = epilogue;
+}
+
+static void list_pass(pn_draft_session *s, int pass) {
+    const pn_draft_model *m = s->model;
+    const pn_draft_batch *batch = s->batch;
+    int num_rows = pass == 0 ? batch->num_rows : batch->num_segments;
+    int64_t size = m->hidden_size;
+    const float *states = pass == 0 ? batch->states : s->picked;
+    int is_real = pass == 0 && batch->features, has_proj = !is_real && m->hidden_proj.data;
+    pn_epilogue to_hidden = {s->hidden, size, PN_STORE, 0, 0};
+    add_phase(s, PREPARE, pass, num_rows)->input.rows = is_real || has_proj ? NULL : states;
+    if (is_real) {
+        product_input input = {batch->features, NULL, m->num_features, m->num_features};
+        if (m->normalises_features) {
+            add_phase(s, NORM_TAPS, pass, num_rows);
+            input.rows = s->taps;
+        }
+        add_product(s, pass, num_rows, &m->features, input, to_hidden);
+    } else if (has_proj) {
+        product_input input = {states, NULL, size, m->hidden_size};
+        add_product(s, pass, num_rows, &m->hidden_proj, input, to_hidden);
+    }
+    if (m->embedding_proj.data) {
+        pn_epilogue add = {s->hidden, size, PN_ADD, 0, 0};
+        product_input input = {s->embedded, NULL, size, m->hidden_size};
+        add_product(s, pass, num_rows, &m->embedding_proj, input, add);
+    }
+    add_phase(s, JOIN, pass, num_rows);
+    add_product(s, pass, num_rows, &m->query_key_value,
+                (product_input){s->joined, NULL, 2 * size, 2 * m->hidden_size},
+                (pn_epilogue){s->qkv, s->qkv_stride, PN_STORE, 0, 0});
+    add_phase(s, ROTATE, pass, num_rows);
+    num_rows = pass == 0 ? batch->num_outputs : batch->num_segments;
+    if (num_rows == 0) return;
+    add_phase(s, ATTEND, pass, num_rows);
+    add_phase(s, GATHER, pass, num_rows);
+    pn_epilogue to_picked = {s->picked, size, PN_ADD, 0, 0};
+    add_product(s, pass, num_rows, &m->attention_output,
+                (product_input){s->picked_attended, NULL, s->attended_stride,
+                                m->num_heads * m->head_dim},
+                to_picked);
+    add_product(s, pass, num_rows, &m->gate_up,
+                (product_input){s->picked, m->ffn_norm, size, m->hidden_size},
+                (pn_epilogue){s->inner, s->inner_stride, PN_GATED, PN_SILU, 0});
+    add_product(s, pass, num_rows, &m->down,
+                (product_input){s->inner, NULL, s->inner_stride, m->inner_size}, to_picked);
+    float *logits = batch->choices ? s->logits : batch->logits;
+    add_product(s, pass, num_rows, &m->head,
+                (product_input){s->picked, m->final_norm, size, m->hidden_size},
+                (pn_epilogue){logits, m->num_words, PN_STORE, 0, 0});
+    if (batch->choices) add_phase(s, CHOOSE, pass, num_rows);
+}
+
+/* Where all passes' rows lie, and the attention tasks of the first. */
+static void place_rows(pn_draft_session *s) {
+    const pn_draft_batch *batch = s->batch;
+    int block_size = s->cache->block_size, row = 0, wanted = 0;
+    int rows_a_block = pn_attention_rows(s->model->num_heads / s->model->num_kv_heads);
+    s->num_blocks = 0;
+    for (int i = 0; i < batch->num_segments; i++) {
+        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
+        const int32_t *ids = batch->block_ids + segment[2];
+        int first = row, end = row + segment[1];
+        for (; row < end; row++) {
+            int at = segment[0] + row - first;
+            s->depths[row] = row - first;
+            if (segment[3]) {
+                int parent = batch->parents[row];
+                s->depths[row] = parent < 0 ? 0 : s->depths[first + parent] + 1;
+            }
+            s->rows[row] = (row_state){
+                i, s->depths[row], segment[0] + s->depths[row],
+                (int64_t)ids[at / block_size] * block_size + at % block_size,
+                batch->token_ids[row]};
+        }
+        for (int step = 1; step <= batch->num_steps; step++) {
+            int at = segment[0] + segment[1] - 1 + step;
+            rows_of(s, step)[i] = (row_state){
+                i, 0, at, (int64_t)ids[at / block_size] * block_size + at % block_size, 0};
+        }
+        s->chain_lengths[i] = 0;
+        s->products[i] = 1.0f;
+        if (wanted == batch->num_outputs || batch->output_rows[wanted] >= end) continue;
+        int from = (int)batch->output_rows[wanted];
+        while (wanted < batch->num_outputs && batch->output_rows[wanted] < end) wanted++;
+        end = (int)batch->output_rows[wanted - 1] + 1;
+        for (; from < end; from += rows_a_block) {
+            int rows = smallest_of(rows_a_block, end - from), offset = from - first;
+            int position = segment[0] + (segment[3] ? 0 : offset);
+            s->blocks[s->num_blocks++] = (query_block){i, from, rows, offset, position};
+        }
+    }
+}
+
+/* Every index that the call will follow lies within its array. */
+static pn_result check(const pn_draft_model *m, const pn_cache *cache, const pn_draft_batch *batch) {
+    int64_t num_rows = 0, num_blocks = cache->num_positions / cache->block_size;
+    for (int i = 0; i < batch->num_segments; i++) {
+        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
+        const int32_t *ids = batch->block_ids + segment[2];
+        int64_t start = segment[0], length = segment[1];
+        int64_t end = start + length + batch->num_steps;
+        if (start < 0 || length < 1 || batch->num_steps < 0 || end > m->max_context)
+            return PN_BAD_SEGMENT;
+        for (int b = 0; b <= (end - 1) / cache->block_size; b++)
+            if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;
+        if (segment[3] && (length > PN_MAX_TREE_ROWS || !batch->parents || batch->choices))
+            return PN_BAD_TREE;
+        num_rows += length;
+        if (num_rows > batch->num_rows) return PN_BAD_SEGMENT;
+        const int32_t *parents = batch->parents + num_rows - length;
+        for (int r = 0; segment[3] && r < length; r++)
+            if (parents[r] < -1 || parents[r] >= r) return PN_BAD_TREE;
+        if (batch->choices &&
+            (i >= batch->num_outputs || batch->output_rows[i] != num_rows - 1))
+            return PN_BAD_LOGIT_ROW;
+    }
+    if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
+    if (batch->choices && batch->num_outputs != batch->num_segments) return PN_BAD_LOGIT_ROW;
+    if (!batch->choices && batch->num_steps > 0) return PN_BAD_SEGMENT;
+    for (int i = 0; i < batch->num_rows; i++)
+        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->target->vocab_size)
+            return PN_BAD_TOKEN;
+    for (int64_t i = 0, before = -1; i < batch->num_outputs; before = batch->output_rows[i++])
+        if (batch->output_rows[i] <= before || batch->output_rows[i] >= num_rows)
+            return PN_BAD_LOGIT_ROW;
+    return PN_DONE;
+}
+
+/* Runs one call; unless the result is PN_DONE, nothing was written. */
+PN_EXPORT int pn_draft(pn_draft_session *s, const pn_cache *cache, const pn_draft_batch *batch) {
+    pn_result result = check(s->model, cache, batch);
+    if (result != PN_DONE) return result;
+    s->cache = cache;
+    s->batch = batch;
+    int num_states = batch->num_rows + batch->num_segments * (batch->num_steps + 1);
+    if (!reserve_rows(s, batch->num_rows) || !reserve_states(s, num_states) ||
+        !reserve_phases(s, batch->num_steps + 1))
+        return PN_NO_MEMORY;
+    place_rows(s);
+    s->num_phases = 0;
+    for (int pass = 0; pass <= batch->num_steps; pass++) list_pass(s, pass);
+    pn_pool_run(s->pool, s->num_phases, s->num_tasks, run_task, s, NULL);
+    s->first_phase += s->num_phases;
+    if (batch->out_states && batch->num_outputs > 0)
+        memcpy(batch->out_states, s->picked,
+               sizeof(float) * batch->num_outputs * (size_t)s->model->hidden_size);
+    if (batch->choices)
+        memcpy(batch->out_lengths, s->chain_lengths, sizeof(int32_t) * (size_t)batch->num_segments);
+    return PN_DONE;
+}

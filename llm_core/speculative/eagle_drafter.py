@@ -1,0 +1,275 @@
+"""Drafts by an EAGLE head: it reads the target's hidden states and guesses on from its own.
+
+The head's keys and values lie in a cache with the block ids of the target's, so what sequences
+share, copy or keep for later they share, copy and keep for the head too. ``_Filled`` knows how far
+each block has them. A row needs the token after it, so the last position of a shared prefix was
+computed with the token that followed there: one position in a text, and only drafts depend on it.
+
+Where the beginning of a text was never read (the target took it from the prefix cache, the head was
+not there), the head reads on from the next block and does without what lies before; RoPE knows
+distances only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from llm_core.batch import Segment
+from llm_core.block_tables import BlockCopy
+from llm_core.sequence import TokenSequence
+from llm_core.speculative.draft_head import ChainHead, DraftHead, HeadBatch
+from llm_core.speculative.drafter import ComputedRows, DraftRequest
+from llm_core.speculative.grow import DraftPlace, Grower
+from llm_core.speculative.tree import EMPTY, DraftTree
+
+_LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
+_MAX_WAITING = 4096  # features of so many rows are kept for a sequence that is not drafted for
+_MAX_HOLE = 2  # positions that were computed for another continuation are taken as they are
+_SCRATCH_ROWS = 64  # rows of a tree that is followed, for each sequence
+
+# Rows of one sequence: their segment, features, and the tokens after them.
+_Part = tuple[Segment, torch.Tensor, list[int]]
+
+
+class _Filled:
+    """How many positions of each block, from its first, hold the head's keys and values."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._size = block_size
+        self._lens = np.zeros(num_blocks, dtype=np.int64)
+
+    def copied(self, copy: BlockCopy) -> None:
+        self._lens[copy.target] = min(self._lens[copy.source], copy.num_rows)
+
+    def cut(self, block_ids: Sequence[int], start: int, end: int) -> None:
+        """Positions from ``start`` on are others now."""
+        for index in range(start // self._size, (end - 1) // self._size + 1):
+            inside = max(0, start - index * self._size)
+            block = block_ids[index]
+            self._lens[block] = min(self._lens[block], inside)
+
+    def fill(self, block_ids: Sequence[int], start: int, end: int) -> None:
+        """Positions [start, end) were computed, and those of the same block before them."""
+        for index in range(start // self._size, (end - 1) // self._size + 1):
+            self._lens[block_ids[index]] = min(self._size, end - index * self._size)
+
+    def leading(self, block_ids: Sequence[int], limit: int) -> int:
+        """How many positions from the first have them, ``limit`` at most."""
+        count = 0
+        for block in block_ids:
+            count += int(self._lens[block])
+            if self._lens[block] < self._size or count >= limit:
+                break
+        return min(count, limit)
+
+
+class _Reading:
+    """How far the head has read a sequence: positions [base, done) are in its cache, and features
+    of [done, end) wait for it. ``base`` is the first of a block."""
+
+    def __init__(self, base: int, done: int) -> None:
+        self.base = base
+        self.done = done
+        self.waiting: list[torch.Tensor] = []
+        self.num_waiting = 0
+
+    @property
+    def end(self) -> int:
+        return self.done + self.num_waiting
+
+    def add(self, features: torch.Tensor) -> None:
+        self.waiting.append(features)
+        self.num_waiting += len(features)
+
+    def take(self, count: int) -> torch.Tensor:
+        """The first ``count`` waiting rows."""
+        rows = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
+        self.waiting = [rows[count:]] if count < len(rows) else []
+        self.num_waiting -= count
+        self.done += count
+        return rows[:count]
+
+    def cut(self, length: int) -> None:
+        """Positions from ``length`` on are not there any more."""
+        if length <= self.done:
+            self.done = max(self.base, length)
+            self.waiting, self.num_waiting = [], 0
+        elif length < self.end:
+            self.waiting = [torch.cat(self.waiting)[: length - self.done]]
+            self.num_waiting = length - self.done
+
+
+class EagleDrafter:
+    """See ``Drafter``. Chains where ``width`` is 1, else EAGLE-2's dynamic trees."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        name: str = "eagle",
+    ) -> None:
+        """``num_blocks`` of ``block_size`` positions are the target's; ``max_sequences`` may be
+        drafted for at once."""
+        self.name = name
+        self.feature_layers = head.feature_layers
+        self._head = head
+        self._block_size = block_size
+        self._num_scratch = -(-_SCRATCH_ROWS // block_size)
+        self._first_scratch = num_blocks
+        self._max_sequences = max_sequences
+        self._cache = head.make_cache(num_blocks + max_sequences * self._num_scratch, block_size)
+        self._filled = _Filled(num_blocks, block_size)
+        self._readings: dict[int, _Reading] = {}
+        self._target_ids: list[int] = head.target_ids.tolist()
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            self._filled.copied(copy)
+            with torch.inference_mode():
+                self._cache.copy_rows(copy.source, copy.target, copy.num_rows)
+
+    def observe(self, rows: Sequence[ComputedRows]) -> None:
+        for row in rows:
+            assert row.features is not None, "features were asked for"
+            self._observe(row, row.features)
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        reading = self._readings.get(sequence.seq_id)
+        if reading is not None:
+            reading.cut(length)
+
+    def close(self, sequence: TokenSequence) -> None:
+        """Reads what is left: somebody may go on from here by the prefix cache."""
+        reading = self._readings.pop(sequence.seq_id, None)
+        if reading is not None and sequence.block_ids:
+            self._read_all(sequence, reading)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        able: dict[int, _Reading] = {}
+        for index, request in enumerate(requests[: self._max_sequences]):
+            reading = self._readings.get(request.sequence.seq_id)
+            if (
+                reading is not None
+                and reading.num_waiting > 0
+                and reading.end == request.sequence.computed_len
+            ):
+                able[index] = reading
+        trees = [EMPTY] * len(requests)
+        if not able:
+            return trees
+        chosen = [requests[index] for index in able]
+        with torch.inference_mode():
+            drafted = self._drafted(chosen, list(able.values()))
+        for index, tree in zip(able, drafted, strict=True):
+            trees[index] = tree
+        return trees
+
+    def _drafted(
+        self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]
+    ) -> list[DraftTree]:
+        parts, last_rows = self._waiting_parts(requests, readings)
+        places = [
+            self._place(index, request.sequence, reading)
+            for index, (request, reading) in enumerate(zip(requests, readings, strict=True))
+        ]
+        head = self._head
+        if isinstance(head, ChainHead) and all(r.shape.width == 1 for r in requests):
+            parts = [
+                (replace(segment, block_ids=place.block_ids), features, tokens)
+                for (segment, features, tokens), place in zip(parts, places, strict=True)
+            ]
+            return head.draft_chains(self._batch(parts, last_rows), self._cache, requests)
+        result = head.forward(self._batch(parts, last_rows), self._cache)
+        grower = Grower(requests, result, places, self._target_ids)
+        while (batch := grower.next_batch()) is not None:
+            grower.take(head.forward(batch, self._cache))
+        return grower.trees()
+
+    def _observe(self, row: ComputedRows, features: torch.Tensor) -> None:
+        sequence, end = row.sequence, row.start + row.length
+        reading = self._readings.get(sequence.seq_id)
+        if reading is not None and row.start != reading.end:
+            # A prompt that was read ahead computes its last row once more when it is answered. What
+            # was preempted begins with cached blocks again.
+            reading.cut(row.start)
+            if reading.end != row.start or row.start < sequence.prompt_len - 1:
+                reading = None
+        if reading is None:
+            reading = self._open(sequence, row.start)
+            self._readings[sequence.seq_id] = reading
+        self._filled.cut(sequence.block_ids, row.start, end)
+        skip = max(0, reading.base - row.start)
+        if skip < row.length:
+            # A view would keep the whole step's features alive.
+            reading.add(features[skip:].clone())
+        if not sequence.generates or reading.num_waiting > _MAX_WAITING:
+            self._read_all(sequence, reading)
+
+    def _open(self, sequence: TokenSequence, start: int) -> _Reading:
+        """A sequence whose first ``start`` positions came from the prefix cache."""
+        if start - self._filled.leading(sequence.block_ids, start) <= _MAX_HOLE:
+            return _Reading(0, start)
+        base = -(-start // self._block_size) * self._block_size
+        return _Reading(base, base)
+
+    def _read_all(self, sequence: TokenSequence, reading: _Reading) -> None:
+        """Reads all rows whose next token is known."""
+        count = min(reading.end, len(sequence.token_ids) - 1) - reading.done
+        with torch.inference_mode():
+            while count > 0:
+                length = min(count, _LARGEST_CHUNK)
+                self._forward([self._segment(sequence, reading, length)], torch.arange(0))
+                count -= length
+
+    def _waiting_parts(
+        self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]
+    ) -> tuple[list[_Part], torch.Tensor]:
+        """What waits, and which rows are each sequence's last: there drafts begin."""
+        parts: list[_Part] = []
+        last_rows: list[int] = []
+        num_rows = 0
+        for request, reading in zip(requests, readings, strict=True):
+            while reading.num_waiting > _LARGEST_CHUNK:
+                part = self._segment(request.sequence, reading, _LARGEST_CHUNK)
+                self._forward([part], torch.arange(0))
+            parts.append(self._segment(request.sequence, reading, reading.num_waiting))
+            num_rows += parts[-1][0].length
+            last_rows.append(num_rows - 1)
+        return parts, torch.tensor(last_rows)
+
+    def _segment(self, sequence: TokenSequence, reading: _Reading, length: int) -> _Part:
+        """The first ``length`` waiting rows as a segment, their features, the tokens after them."""
+        start, end = reading.done, reading.done + length
+        table = tuple(sequence.block_ids[reading.base // self._block_size :])
+        self._filled.fill(sequence.block_ids, start, end)
+        segment = Segment(table, start - reading.base, length)
+        return segment, reading.take(length), sequence.token_ids[start + 1 : end + 1]
+
+    def _forward(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> None:
+        self._head.forward(self._batch(parts, output_rows), self._cache)
+
+    def _batch(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> HeadBatch:
+        return HeadBatch(
+            token_ids=torch.tensor([token for _, _, tokens in parts for token in tokens]),
+            states=torch.cat([features for _, features, _ in parts]),
+            is_real=True,
+            segments=tuple(segment for segment, _, _ in parts),
+            output_rows=output_rows,
+        )
+
+    def _place(self, index: int, sequence: TokenSequence, reading: _Reading) -> DraftPlace:
+        """Blocks of a sequence as far as its tokens reach, and then some of nobody's: what is
+        followed there is over before the target's step."""
+        size = self._block_size
+        own = sequence.block_ids[reading.base // size : -(-len(sequence.token_ids) // size)]
+        first = self._first_scratch + index * self._num_scratch
+        table = (*own, *range(first, first + self._num_scratch))
+        start = reading.done - reading.base
+        return DraftPlace(table, start, len(table) * size - start)

@@ -1,0 +1,198 @@
+"""How a tree of drafts grows, depth by depth, from what a head says (EAGLE-2, arXiv 2406.16858).
+
+At each depth the ``width`` likeliest paths of a sequence are followed, and the ``width`` likeliest
+tokens after each are candidates; in the end the best ``max_drafts`` of all candidates are the tree.
+A width of 1 is a chain, which ends where its path gets too unlikely to be worth a row.
+
+With a random number for each token (``DraftRequest.fractions``) the token that the head would draw
+by it comes first: target and head, given the same number, agree more often than on the likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llm_core.batch import Segment
+from llm_core.sampler import FloatRow, draw_token
+from llm_core.speculative.draft_head import HeadBatch, HeadResult
+from llm_core.speculative.drafter import DraftRequest
+from llm_core.speculative.tree import DraftTree
+
+# How far a drawn token is trusted beyond its own probability: that two near distributions draw the
+# same token by one number is likelier than the token itself.
+DRAWN_BONUS = 0.5
+LEAST_TEMPERATURE = 0.05  # of the distribution that says how likely a drawn token is
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """Where the head keeps what it reads of drafts: ``capacity`` positions from ``start`` on, in
+    ``block_ids``."""
+
+    block_ids: tuple[int, ...]
+    start: int
+    capacity: int
+
+
+class _Growing:
+    """One sequence's candidates, and which of them are followed."""
+
+    def __init__(self, request: DraftRequest, place: DraftPlace) -> None:
+        self.request = request
+        self.place = place
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.probabilities: list[float] = []
+        self.paths: list[float] = []
+        self.depth = 0
+        self.frontier: list[int] = []  # candidates that the head reads next
+        self.rows: list[int] = []  # candidates that it has read or reads next, in order
+        self.row_parents: list[int] = []  # among rows
+        self.states: list[torch.Tensor] = []  # what each row takes: its parent's output
+        self._states_of_new: dict[int, torch.Tensor] = {}
+
+    def take(self, logits: torch.Tensor, states: torch.Tensor, target_ids: Sequence[int]) -> None:
+        """What the head says after each of the frontier's candidates (at first: after the text)."""
+        shape = self.request.shape
+        parents = self.frontier or [-1]
+        self.depth += 1
+        first = len(self.tokens)
+        origin: list[int] = []
+        for at, (parent, row) in enumerate(zip(parents, logits, strict=True)):
+            before = 1.0 if parent < 0 else self.paths[parent]
+            for word, probability in self._children(row):
+                self.tokens.append(target_ids[word])
+                self.parents.append(parent)
+                self.probabilities.append(probability)
+                self.paths.append(before * probability)
+                origin.append(at)
+        new = range(first, len(self.tokens))
+        likely = [i for i in new if self.paths[i] >= shape.least_probability]
+        best = sorted(likely, key=lambda i: -self.paths[i])[: shape.width]
+        self.frontier = sorted(best)
+        self._states_of_new = {i: states[origin[i - first]] for i in self.frontier}
+
+    def follow(self) -> bool:
+        """Makes rows of the frontier; False when this tree has grown enough."""
+        shape = self.request.shape
+        is_deep = self.depth >= (shape.max_depth if shape.width > 1 else self._chain_len)
+        is_full = len(self.rows) + len(self.frontier) > self.place.capacity
+        if is_deep or is_full or not self.frontier:
+            return False
+        place = {candidate: row for row, candidate in enumerate(self.rows)}
+        for candidate in self.frontier:
+            self.row_parents.append(place.get(self.parents[candidate], -1))
+            self.states.append(self._states_of_new[candidate])
+            self.rows.append(candidate)
+        return True
+
+    @property
+    def _chain_len(self) -> int:
+        return min(self.request.shape.max_depth, self.request.shape.max_drafts)
+
+    def tree(self) -> DraftTree:
+        """The best of the candidates that are worth a row."""
+        shape = self.request.shape
+        kept = [i for i, path in enumerate(self.paths) if path >= shape.least_probability]
+        whole = DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.probabilities))
+        return whole.subtree(kept).best(shape.max_drafts)
+
+    def _children(self, row: torch.Tensor) -> list[tuple[int, float]]:
+        """Draft words that may follow and their probabilities, the first the most trusted."""
+        request, width = self.request, self.request.shape.width
+        logits: FloatRow = row.numpy()
+        fraction = request.fractions[self.depth - 1] if request.fractions else None
+        drawn: int | None = None
+        if fraction is not None:
+            drawn = draw_token(logits, request.params, fraction)
+            logits = (logits - logits.max()) / np.float32(
+                max(request.params.temperature, LEAST_TEMPERATURE)
+            )
+        if width == 1 and drawn is None:
+            drawn = int(logits.argmax())
+        best = logits.max()
+        total = float(np.exp(logits - best).sum())
+        words = [] if drawn is None else [drawn]
+        if width > 1:
+            top = np.argpartition(-logits, width)[:width]
+            words += [int(w) for w in top[np.argsort(-logits[top], kind="stable")] if w != drawn]
+        children = []
+        for word in words[:width]:
+            probability = float(np.exp(logits[word] - best)) / total
+            if fraction is not None and word == drawn:
+                probability += DRAWN_BONUS * (1 - probability)
+            children.append((word, min(1.0, probability)))
+        return children
+
+
+class Grower:
+    """Trees of several sequences, a batch of the head's rows for each depth."""
+
+    def __init__(
+        self,
+        requests: Sequence[DraftRequest],
+        result: HeadResult,
+        places: Sequence[DraftPlace],
+        target_ids: Sequence[int],
+    ) -> None:
+        """``result``: what the head says after each request's text; ``places``: where its
+        drafts are kept; ``target_ids``: the token of each draft word."""
+        self._target_ids = target_ids
+        self._all = [
+            _Growing(request, place) for request, place in zip(requests, places, strict=True)
+        ]
+        self._reading = self._all
+        for index, growing in enumerate(self._all):
+            one = slice(index, index + 1)
+            growing.take(result.logits[one], result.states[one], target_ids)
+
+    def next_batch(self) -> HeadBatch | None:
+        """The rows that the head is to read next; None when all trees have grown enough. A tree's
+        rows of before are read again: few, and what their cache holds stays one segment."""
+        self._reading = [growing for growing in self._reading if growing.follow()]
+        if not self._reading:
+            return None
+        tokens: list[int] = []
+        states: list[torch.Tensor] = []
+        segments: list[Segment] = []
+        outputs: list[int] = []
+        for growing in self._reading:
+            is_chain = growing.request.shape.width == 1
+            first = len(growing.rows) - 1 if is_chain else 0
+            rows = growing.rows[first:]
+            tokens += [growing.tokens[candidate] for candidate in rows]
+            states += growing.states[first:]
+            parents = None if is_chain else tuple(growing.row_parents)
+            place = growing.place
+            segments.append(Segment(place.block_ids, place.start + first, len(rows), parents))
+            outputs += range(len(tokens) - len(growing.frontier), len(tokens))
+        return HeadBatch(
+            token_ids=torch.tensor(tokens),
+            states=torch.stack(states),
+            is_real=False,
+            segments=tuple(segments),
+            output_rows=torch.tensor(outputs),
+        )
+
+    def take(self, result: HeadResult) -> None:
+        """What the head says of the batch."""
+        first = 0
+        for growing in self._reading:
+            last = first + len(growing.frontier)
+            growing.take(result.logits[first:last], result.states[first:last], self._target_ids)
+            first = last
+
+    def chains_read(self) -> list[list[int]]:
+        """The drafts behind each text that were read one after another; [] where a tree was."""
+        return [
+            [growing.tokens[i] for i in growing.rows] if growing.request.shape.width == 1 else []
+            for growing in self._all
+        ]
+
+    def trees(self) -> list[DraftTree]:
+        """The best of what has grown."""
+        return [growing.tree() for growing in self._all]

@@ -1,0 +1,267 @@
+"""An EAGLE-3 head in compiled code, and chains of drafts in one call of it.
+
+Weights become 8-bit codes with a scale for 32 inputs and activations are rounded to 8 bits at each
+product, as in ``NativeDecoder``, whose threads and embedding the head shares. A draft costs so
+little that leaving the compiled code between two of them would cost as much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.native import PackedMatrix
+from kernels.native import library as native
+from llm_core.config import ModelConfig
+from llm_core.kv_cache import KvCache
+from llm_core.native_decoder import (
+    NativeDecoder,
+    SegmentArrays,
+    cache_struct,
+    raise_if_failed,
+    unsupported_reason,
+)
+from llm_core.quant.native_pack import pack_gated, pack_stacked
+from llm_core.rope import rope_tables
+from llm_core.speculative.draft_head import HeadBatch, HeadResult
+from llm_core.speculative.drafter import DraftRequest
+from llm_core.speculative.eagle import halves_to_pairs, target_ids
+from llm_core.speculative.grow import DRAWN_BONUS, LEAST_TEMPERATURE
+from llm_core.speculative.head_config import HeadConfig
+from llm_core.speculative.tree import DraftTree
+
+
+def unsupported_head_reason(config: HeadConfig) -> str | None:
+    """Why this head cannot run in compiled code; None if it can."""
+    if config.kind != "eagle3":
+        return f"heads of kind {config.kind} are torch's"
+    return unsupported_reason(_layer_config(config, context_len=1))
+
+
+class NativeHead:
+    """A ``DraftHead`` for a compiled target. ``tensors`` have published names, queries and keys in
+    the published order of halves; they are read once and not kept."""
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        tensors: Mapping[str, torch.Tensor],
+        target: NativeDecoder,
+        *,
+        max_context: int,
+    ) -> None:
+        """The caller has asked ``unsupported_head_reason`` and checked shapes. Raises ValueError
+        for weights that are not finite and as ``eagle.target_ids``, MemoryError."""
+        reason = unsupported_head_reason(config)
+        assert reason is None, reason
+        assert config.hidden_size == target.config.hidden_size
+        self.config = config
+        self._target = target
+        self._functions = target.library.functions
+        self._session = None
+        self._memory = target.library.memory()
+        self._kept: list[PackedMatrix | torch.Tensor] = []  # what the structure points at
+        self._target_ids = target_ids(config, tensors).contiguous()
+        self._layer = _layer_config(config, max_context)
+        self._struct = self._make_struct(tensors, max_context)
+        self._session = self._functions.pn_draft_session_create(target.pool.handle, self._struct)
+        if not self._session:
+            raise MemoryError("no memory for the head's buffers")
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Which hidden states of the target its features are, side by side."""
+        return self.config.feature_layers
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """int64 [draft vocabulary], ascending: which token of the target each draft word is."""
+        return self._target_ids
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of packed matrices; a draft reads all but the projection of features."""
+        return self._memory.num_bytes
+
+    def make_cache(self, num_blocks: int, block_size: int) -> KvCache:
+        """Keys and values for as many blocks, zero."""
+        cache = KvCache(self._layer, num_blocks, block_size)
+        cache.data.zero_()
+        return cache
+
+    def forward(self, batch: HeadBatch, cache: KvCache) -> HeadResult:
+        """Writes the rows' keys and values. Raises IndexError for indices outside their range,
+        MemoryError."""
+        segments = SegmentArrays(batch.segments, cache.block_size)
+        num_outputs = batch.output_rows.shape[0]
+        result = HeadResult(
+            logits=torch.empty(num_outputs, self.config.draft_vocab_size),
+            states=torch.empty(num_outputs, self.config.hidden_size),
+        )
+        self._run(
+            batch,
+            cache,
+            segments,
+            logits=result.logits.data_ptr(),
+            out_states=result.states.data_ptr(),
+        )
+        return result
+
+    def draft_chains(
+        self, batch: HeadBatch, cache: KvCache, requests: Sequence[DraftRequest]
+    ) -> list[DraftTree]:
+        """See ``ChainHead``; raises as ``forward`` does."""
+        num_segments = len(batch.segments)
+        room = min(len(s.block_ids) * cache.block_size - s.end for s in batch.segments)
+        limits = [min(r.shape.max_depth, r.shape.max_drafts, room + 1) for r in requests]
+        assert num_segments == len(requests) and min(limits) > 0
+        num_steps = max(limits) - 1
+        segments = SegmentArrays(batch.segments, cache.block_size, num_steps)
+        fractions = np.full((num_steps + 1, num_segments), -1.0, dtype=np.float32)
+        choices = (native.DraftChoice * num_segments)()
+        for i, request in enumerate(requests):
+            params, drawn = request.params, request.fractions[: num_steps + 1]
+            fractions[: len(drawn), i] = drawn
+            choices[i] = native.DraftChoice(
+                temperature=max(params.temperature, LEAST_TEMPERATURE),
+                top_p=params.top_p,
+                min_p=params.min_p,
+                least_probability=request.shape.least_probability,
+                # What is colder than that draws the likeliest.
+                top_k=1 if params.temperature < LEAST_TEMPERATURE else params.top_k,
+                most_drafts=limits[i],
+            )
+        tokens = np.zeros((num_steps + 1, num_segments), dtype=np.int64)
+        probabilities = np.zeros((num_steps + 1, num_segments), dtype=np.float32)
+        lengths = np.zeros(num_segments, dtype=np.int32)
+        self._run(
+            batch,
+            cache,
+            segments,
+            choices=choices,
+            fractions=fractions.ctypes.data,
+            out_tokens=tokens.ctypes.data,
+            out_probabilities=probabilities.ctypes.data,
+            out_lengths=lengths.ctypes.data,
+            num_steps=num_steps,
+            drawn_bonus=DRAWN_BONUS,
+        )
+        return [
+            DraftTree.chain(tokens[:n, i].tolist(), probabilities[:n, i].tolist())
+            for i, n in enumerate(lengths.tolist())
+        ]
+
+    def __del__(self) -> None:
+        if getattr(self, "_session", None):
+            self._functions.pn_draft_session_destroy(self._session)
+
+    def _run(
+        self, batch: HeadBatch, cache: KvCache, segments: SegmentArrays, **options: Any
+    ) -> None:
+        width = self.config.num_features if batch.is_real else self.config.hidden_size
+        states = batch.states.contiguous()
+        token_ids, output_rows = batch.token_ids.contiguous(), batch.output_rows.contiguous()
+        assert states.dtype == torch.float32 and states.shape == (token_ids.shape[0], width)
+        assert token_ids.dtype == output_rows.dtype == torch.int64
+        call = native.DraftBatch(
+            token_ids=token_ids.data_ptr(),
+            features=states.data_ptr() if batch.is_real else None,
+            states=None if batch.is_real else states.data_ptr(),
+            output_rows=output_rows.data_ptr(),
+            segments=segments.fields.ctypes.data,
+            parents=segments.parents.ctypes.data,
+            block_ids=segments.block_ids.ctypes.data,
+            num_rows=token_ids.shape[0],
+            num_outputs=output_rows.shape[0],
+            num_segments=len(batch.segments),
+            **options,
+        )
+        raise_if_failed(self._functions.pn_draft(self._session, cache_struct(cache), call))
+
+    def _make_struct(
+        self, tensors: Mapping[str, torch.Tensor], max_context: int
+    ) -> native.DraftModel:
+        config, layer = self.config, "midlayer."
+
+        def matrix(*names: str) -> native.Matrix:
+            weights = [tensors[f"{name}.weight"].float() for name in names]
+            return self._keep(pack_stacked(self._memory, weights)).struct
+
+        def optional(name: str, *, is_there: bool) -> native.Matrix:
+            return matrix(name) if is_there else native.Matrix()
+
+        def norm(name: str) -> int:
+            return self._address(tensors[f"{name}.weight"].float())
+
+        def in_pairs(name: str, num_heads: int) -> torch.Tensor:
+            return halves_to_pairs(tensors[f"{layer}self_attn.{name}.weight"].float(), num_heads)
+
+        qkv = [
+            in_pairs("q_proj", config.num_heads),
+            in_pairs("k_proj", config.num_kv_heads),
+            tensors[f"{layer}self_attn.v_proj.weight"].float(),
+        ]
+        gate, up = (tensors[f"{layer}mlp.{name}_proj.weight"].float() for name in ("gate", "up"))
+        words = (
+            tensors["lm_head.weight"].float()
+            if config.has_lm_head
+            else self._target.head_rows(self._target_ids)
+        )
+        table = rope_tables(self._layer, max_context).of_layer(0)
+        return native.DraftModel(
+            # In the order in which a draft reads them.
+            features=matrix("fc"),
+            hidden_proj=optional("hidden_proj", is_there=config.has_hidden_proj),
+            embedding_proj=optional("embedding_proj", is_there=config.has_embedding_proj),
+            query_key_value=self._keep(pack_stacked(self._memory, qkv)).struct,
+            attention_output=matrix(f"{layer}self_attn.o_proj"),
+            gate_up=self._keep(pack_gated(self._memory, gate, up)).struct,
+            down=matrix(f"{layer}mlp.down_proj"),
+            head=self._keep(pack_stacked(self._memory, [words])).struct,
+            embedding_norm=norm(f"{layer}input_layernorm"),
+            hidden_norm=norm(f"{layer}hidden_norm"),
+            ffn_norm=norm(f"{layer}post_attention_layernorm"),
+            final_norm=norm("norm"),
+            rotations=self._address(torch.view_as_real(table).float()),
+            target_ids=self._target_ids.data_ptr(),
+            target=native.pointer(self._target.struct),
+            num_features=config.num_features,
+            normalises_features=config.normalises_features,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            inner_size=config.intermediate_size,
+            num_words=config.draft_vocab_size,
+            max_context=max_context,
+            rms_eps=config.rms_eps,
+            score_scale=self._layer.score_scale,
+        )
+
+    def _keep(self, matrix: PackedMatrix) -> PackedMatrix:
+        self._kept.append(matrix)
+        return matrix
+
+    def _address(self, values: torch.Tensor) -> int:
+        kept = values.contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+
+def _layer_config(config: HeadConfig, context_len: int) -> ModelConfig:
+    """The head's one layer as a model, for what knows models: the cache and RoPE."""
+    return ModelConfig(
+        num_layers=1,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.draft_vocab_size,
+        context_len=context_len,
+        rms_eps=config.rms_eps,
+        rope_theta=config.rope_theta,
+    )

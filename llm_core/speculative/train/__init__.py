@@ -1,0 +1,1 @@
+"""Training of draft heads on conversations that the target model writes itself."""

@@ -1,0 +1,72 @@
+"""What self-written conversations are about: instructions, and the first words of what users say.
+
+The target model completes every user turn itself; these beginnings only steer it towards what a
+voice assistant is asked, and keep a hundred thousand turns from being the same hundred.
+"""
+
+from __future__ import annotations
+
+PARLEY_INSTRUCTIONS = (
+    "You are a helpful AI assistant named Parley. You speak with the user. "
+    "Keep every answer short: one or two plain sentences."
+)
+
+OTHER_INSTRUCTIONS = (
+    "You are a friendly voice assistant. Answer in one or two short sentences.",
+    "You are a helpful assistant. Speak plainly and be brief.",
+    "You are the voice of a smart home. Answer briefly and politely.",
+    "You answer calls for a small hotel. Be warm, short and precise.",
+    "You are a support agent of a bank. Help the caller with short, clear answers.",
+    "You are a tutor who explains things step by step in simple words.",
+    "You are a knowledgeable assistant. Give complete and well organised answers.",
+    "You are a cheerful companion who likes to chat. Keep it short.",
+    "You are a doctor's receptionist on the phone. Ask for what you need, in short sentences.",
+    "You are a travel agent. Answer questions about trips, flights and hotels in a few sentences.",
+)
+
+# Lower case without punctuation, as a recogniser of speech may write it.
+SPOKEN_OPENINGS = (
+    *("set an alarm", "wake me up", "set a timer for", "cancel my", "stop the", "snooze"),
+    *("what's the weather", "will it rain", "is it going to be", "how cold is it", "do i need a"),
+    *("play some", "play the song", "turn up the", "turn down the", "skip this", "who sings"),
+    *("turn on the", "turn off the", "dim the lights", "start the", "lock the", "change the"),
+    *("remind me to", "add", "put", "take", "create a list", "what is on my", "make a note"),
+    *("when is my next", "do i have", "schedule a", "move my meeting", "am i free", "delete the"),
+    *("send an email", "reply to", "read my", "call my", "text my", "did anyone"),
+    *("what's happening in", "tell me the news", "who won the", "when does the", "what time"),
+    *("how do i cook", "how long do i", "what can i make with", "how many calories", "is there a"),
+    *("find me a", "book a", "i want to order", "where is the nearest", "how far is", "what's the"),
+    *("how do i get to", "is there traffic", "i need a flight", "what do i need to travel to"),
+    *("how much money", "why was my card", "pay my", "transfer", "i lost my", "i want to report"),
+    *("what is the interest", "how do i improve my", "what's my", "when is my bill", "order a new"),
+    *("what does", "how do you say", "what is the meaning of", "spell", "define", "translate"),
+    *("who was", "who is", "who invented", "where was", "what is the capital of", "how old is"),
+    *("how tall is", "how many", "what is", "why do", "why is the", "when did", "which"),
+    *("tell me a joke", "tell me about", "tell me something", "sing", "flip a coin", "guess"),
+    *("are you", "what are you", "what can you", "can you", "could you please", "who made you"),
+    *("thank you", "never mind", "no i", "yes please", "good morning", "hello", "goodbye", "okay"),
+    *("i feel", "i'm so", "i don't know", "i can't", "i think", "should i", "what should i"),
+    *("recommend a", "suggest", "what movie", "which book", "is it a good idea to", "help me"),
+    *("convert", "what is ten percent of", "how many days until", "what date is", "calculate"),
+    *("how do i fix", "how do i change a", "my car", "my phone", "my back", "my dog", "my son"),
+    *("please", "hey", "i'd like to", "i need to", "let's", "give me", "show me", "do you know"),
+)
+
+CASED_OPENINGS = (
+    *("Can you", "Could you", "What is", "What are", "What's the best", "How can I", "How do I"),
+    *("How does", "Why do", "Why does", "Who was", "Where can I", "When should I", "Which"),
+    *("Tell me about", "Explain", "Describe", "Give me", "I need", "I want to", "I'm looking for"),
+    *("I'm planning", "I have a", "My", "Is it", "Are there", "Do you", "Does", "Should I"),
+    *("Please", "Hello,", "Hi, I", "Thanks,", "What would", "What happens", "How long", "How much"),
+    *("", "", "", ""),
+)
+
+GENERAL_OPENINGS = (
+    *("A farmer has", "A train", "If a", "Maria buys", "Tom has", "There are", "In a class of"),
+    *("A store sells", "John is", "Sarah", "A baker", "Each", "Emma earns", "Mike and his"),
+    *("A tank holds", "A book has", "The price of", "Kevin", "Lisa runs", "On Monday"),
+    *("Write a", "Write a short", "Summarize", "List", "Compare", "What are the main", "Rewrite"),
+    *("Explain how", "Explain why", "Describe the", "Discuss", "What were the", "How did"),
+    *("Write a Python", "Create a", "Give three", "Translate", "Classify", "Provide", "Design a"),
+    *("", "", ""),
+)

@@ -1,0 +1,53 @@
+"""One step's plan as a batch of rows, and its rows of logits as what each chunk gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from llm_core.batch import ForwardBatch, Segment
+from llm_core.scheduler import Chunk, StepPlan
+
+
+def make_batch(plan: StepPlan, *, wants_features: bool) -> ForwardBatch:
+    """The rows of all chunks; of a chunk with drafts, all have logits."""
+    token_ids: list[int] = []
+    segments: list[Segment] = []
+    logit_rows: list[int] = []
+    for chunk in plan.chunks:
+        end = chunk.start + chunk.length
+        token_ids += chunk.sequence.token_ids[chunk.start : end]
+        if chunk.wants_logits:
+            num_rows = len(token_ids)
+            logit_rows += range(num_rows - 1, num_rows + len(chunk.tree))
+        token_ids += chunk.tree.token_ids
+        parents = chunk.tree.row_parents if chunk.tree else None
+        block_ids = tuple(chunk.sequence.block_ids)
+        segments.append(Segment(block_ids, chunk.start, chunk.num_rows, parents))
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        segments=tuple(segments),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        wants_features=wants_features,
+    )
+
+
+def logits_by_chunk(plan: StepPlan, logits: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Each chunk with its rows of ``logits`` [R, vocab]: none, one, or one more than drafts."""
+    first = 0
+    for chunk in plan.chunks:
+        last = first + (1 + len(chunk.tree) if chunk.wants_logits else 0)
+        yield chunk, logits[first:last]
+        first = last
+
+
+def features_by_chunk(
+    plan: StepPlan, features: torch.Tensor | None
+) -> Iterator[tuple[Chunk, torch.Tensor | None]]:
+    """Each chunk with its rows of ``features`` [T, K * hidden_size], drafts included."""
+    first = 0
+    for chunk in plan.chunks:
+        last = first + chunk.num_rows
+        yield chunk, None if features is None else features[first:last]
+        first = last

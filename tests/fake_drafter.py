@@ -1,0 +1,83 @@
+"""A drafter that knows the answer now and then, and checks what it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from llm_core.block_tables import BlockCopy
+from llm_core.sequence import TokenSequence
+from llm_core.speculative.drafter import ComputedRows, DraftRequest
+from llm_core.speculative.tree import DraftTree
+
+
+class GuessingDrafter:
+    """Random trees that know the right token now and then, and a check that it is told of every
+    row once and in order."""
+
+    name = "guessing"
+
+    def __init__(
+        self,
+        next_token: Callable[[list[int]], int],
+        vocab_size: int,
+        *,
+        seed: int = 0,
+        knows: float = 0.7,
+        feature_layers: tuple[int, ...] = (),
+    ) -> None:
+        """``next_token(tokens)`` is the right one."""
+        self.feature_layers = feature_layers
+        self.proposed: list[DraftTree] = []
+        self.known_len: dict[int, int] = {}
+        self._next_token = next_token
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+        self._knows = knows
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = [self._tree(request) for request in requests]
+        self.proposed += trees
+        return trees
+
+    def _tree(self, request: DraftRequest) -> DraftTree:
+        sequence, shape = request.sequence, request.shape
+        assert sequence.remaining_len == 1, "all but the last token is computed"
+        paths: list[list[int]] = [[]]
+        parents: list[int] = []
+        for _ in range(self._random.randint(0, shape.max_drafts)):
+            parent = self._random.choice([-1, len(paths) - 2, len(paths) - 2])
+            if shape.width == 1:
+                parent = len(paths) - 2
+            path = paths[parent + 1]
+            token = self._random.randrange(self._vocab_size)
+            if self._random.random() < self._knows:
+                token = self._next_token(sequence.token_ids + path)
+            if len(path) < shape.max_depth and [*path, token] not in paths:
+                parents.append(parent)
+                paths.append([*path, token])
+        tokens = tuple(path[-1] for path in paths[1:])
+        tree = DraftTree(tokens, tuple(parents), tuple(0.5 for _ in tokens))
+        tree.check()
+        return tree
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def observe(self, rows: Sequence[ComputedRows]) -> None:
+        for row in rows:
+            known = self.known_len.get(row.sequence.seq_id, row.start)
+            assert row.start <= known, "no row is left out, though some may be computed again"
+            assert row.start + row.length == row.sequence.computed_len
+            assert row.length > 0
+            if self.feature_layers:
+                assert row.features is not None and len(row.features) == row.length
+            self.known_len[row.sequence.seq_id] = row.start + row.length
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        known = self.known_len.get(sequence.seq_id, 0)
+        self.known_len[sequence.seq_id] = min(known, length)
+
+    def close(self, sequence: TokenSequence) -> None:
+        assert sequence.block_ids or not sequence.computed_len
+        self.known_len.pop(sequence.seq_id, None)
