@@ -21,6 +21,7 @@ from app.cli_bench import bench_app
 from app.cli_models import HomeOption, configured_models, fetch_models, models_app
 from app.cli_quantize import distill, quantize
 from app.cli_traces import traces_app
+from app.cli_train import train_eagle
 from app.errors import ConfigError, ParleyError
 from app.model_store import ModelStore
 
@@ -67,6 +68,7 @@ cli.add_typer(bench_app, name="bench")
 cli.add_typer(traces_app, name="traces")
 cli.command()(quantize)
 cli.command()(distill)
+cli.command()(train_eagle)
 
 
 def _show_version(wanted: bool) -> None:

@@ -30,6 +30,7 @@ bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 # Units in the figures' names, and whether more is better; for the table alone.
 _DESCRIPTIONS = {
     "decode_tok_s": "decode, 1 stream, tokens/s",
+    "spoken_tok_s": "decode, 1 stream, a caller's question, tokens/s",
     "prefill_tok_s": "prefill of 512 words, tokens/s",
     "ttft_cold_ms": "first token, 600-word system prompt cold, ms",
     "ttft_cached_ms": "first token, the same system prompt warm, ms",
@@ -53,6 +54,10 @@ def bench_llm(
     peer: Annotated[
         str | None, typer.Option(help="Compare with this engine in the same run: llama.cpp.")
     ] = None,
+    speculation: Annotated[
+        str | None,
+        typer.Option(help="Also our engine with drafts: auto, ngram, or a head's or model's path."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
     ] = False,
@@ -70,6 +75,7 @@ def bench_llm(
         num_rounds=rounds,
         stream_counts=_counts(streams),
         peer=peer is not None,
+        speculation=speculation,
     )
     log = Console(stderr=True)
     try:

@@ -136,6 +136,8 @@ def run_chat(options: ChatOptions) -> None:
         max_sequences=1,
         max_context=settings.llm_max_context,
         native_cache_dir=str(settings.home / "native"),
+        speculation=settings.llm_speculation,
+        speculation_optional=settings.llm_speculation_optional,
     )
     with asyncio.Runner() as runner:
         try:

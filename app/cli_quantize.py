@@ -81,17 +81,17 @@ def quantize(
     home: HomeOption = None,
 ) -> None:
     """Write a quantised copy of a model (GPTQ, AWQ or compressed-tensors), and measure both."""
-    with _reported(), _bars() as progress:
+    with reported(), _bars() as progress:
         options = QuantizeOptions(
-            model_path=_model_path(model, home),
+            model_path=resolve(model, home),
             out_dir=out,
             method=_method(method),
             bits=bits,
             group=group,
             act_order=act_order,
             is_symmetric=symmetric,
-            text=_read(text),
-            eval_text=_read(eval_text),
+            text=read_text(text),
+            eval_text=read_text(eval_text),
             num_windows=windows,
             window_len=window_len,
             num_threads=threads,
@@ -120,15 +120,15 @@ def distill(
     home: HomeOption = None,
 ) -> None:
     """Make a model of fewer layers and train it to say what the whole one would."""
-    with _reported(), _bars() as progress:
+    with reported(), _bars() as progress:
         options = DistillOptions(
-            model_path=_model_path(model, home),
+            model_path=resolve(model, home),
             out_dir=out,
             num_layers=layers,
             num_steps=steps,
             batch_size=batch,
             learning_rate=learning_rate,
-            text=_read(text),
+            text=read_text(text),
             num_windows=windows,
             window_len=window_len,
             num_threads=threads,
@@ -149,11 +149,11 @@ def perplexity(
     *, model: str | None, text: Path, options: dict[str, int | str], home: Path | None
 ) -> PerplexityReport:
     """For `parley bench perplexity`: ``options`` are fields of ``PerplexityOptions``."""
-    with _reported(), _bars() as progress:
-        content = _read(text)
+    with reported(), _bars() as progress:
+        content = read_text(text)
         assert content is not None, "a path was given"
         return measure_perplexity(
-            PerplexityOptions(model_path=_model_path(model, home), text=content, **options),  # type: ignore[arg-type]
+            PerplexityOptions(model_path=resolve(model, home), text=content, **options),  # type: ignore[arg-type]
             progress,
         )
 
@@ -167,12 +167,14 @@ def _method(name: str) -> QuantizeMethod:
     )
 
 
-def _model_path(model: str | None, home: Path | None) -> Path:
+def resolve(model: str | None, home: Path | None) -> Path:
+    """The local file or directory of a model (None: the configured one). Raises ParleyError."""
     settings = load_settings(home=home, llm_model=model)
     return ModelStore(settings.home).resolve(settings.llm_model)
 
 
-def _read(path: Path | None) -> str | None:
+def read_text(path: Path | None) -> str | None:
+    """The file's content; None for none. Raises ParleyError."""
     if path is None:
         return None
     try:
@@ -186,7 +188,7 @@ def _read(path: Path | None) -> str | None:
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
+def reported() -> Iterator[None]:
     """The core's errors as the command line's own."""
     try:
         yield

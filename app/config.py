@@ -126,6 +126,20 @@ class Settings(BaseSettings):
         default=True,
         description="keep a second engine process, without a model, for when the first one dies",
     )
+    llm_speculation: str = Field(
+        default="auto",
+        min_length=1,
+        description="who drafts: auto (the head that comes with the model), off, ngram, or the "
+        "path of a draft head or of a smaller model",
+    )
+    llm_speculation_optional: bool = Field(
+        default=False, description="start without speculation when the head does not fit"
+    )
+    llm_draft_tokens: int = Field(default=16, ge=1, le=60, description="drafts in a step, at most")
+    llm_draft_depth: int = Field(default=5, ge=1, le=16, description="one after another, at most")
+    llm_draft_width: int = Field(
+        default=4, ge=1, le=8, description="paths followed where rows are nearly free; 1: a chain"
+    )
     asr_threads: int = Field(default=1, ge=1, le=64)
     tts_threads: int = Field(default=1, ge=1, le=64)
     speech_workers: int = Field(default=2, ge=1, le=64, description="threads for ASR and TTS jobs")

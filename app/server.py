@@ -134,6 +134,11 @@ async def _load_engine(
         max_step_ms=settings.llm_max_step_ms,
         standby=settings.llm_standby,
         native_cache_dir=str(settings.home / "native"),
+        speculation=settings.llm_speculation,
+        speculation_optional=settings.llm_speculation_optional,
+        draft_tokens=settings.llm_draft_tokens,
+        draft_depth=settings.llm_draft_depth,
+        draft_width=settings.llm_draft_width,
     )
     engine = await EngineClient.start(config)
     stack.push_async_callback(engine.close)

@@ -17,12 +17,16 @@ from llm_core.job_options import (
     Agreement,
     DistillOptions,
     DistillReport,
+    HeadKind,
+    HeadProgress,
     PerplexityOptions,
     PerplexityReport,
     Progress,
     QuantizeMethod,
     QuantizeOptions,
     QuantizeReport,
+    TrainHeadOptions,
+    TrainHeadReport,
 )
 from llm_core.messages import (
     Alternative,
@@ -43,6 +47,7 @@ from llm_core.messages import (
     RegexGuide,
     RequestOptions,
     SamplingParams,
+    Speculation,
     TextDelta,
     TokenLogprob,
     ToolCall,
@@ -51,7 +56,12 @@ from llm_core.messages import (
     ToolSpec,
     Usage,
 )
-from llm_core.model_jobs import distill_model, measure_perplexity, quantize_model
+from llm_core.model_jobs import (
+    distill_model,
+    measure_perplexity,
+    quantize_model,
+    train_head,
+)
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -79,6 +89,8 @@ __all__ = [
     "GenerationDone",
     "GenerationEvent",
     "Guide",
+    "HeadKind",
+    "HeadProgress",
     "InvalidRequestError",
     "JsonGuide",
     "LlmError",
@@ -98,6 +110,7 @@ __all__ = [
     "RequestOptions",
     "RequestTimeoutError",
     "SamplingParams",
+    "Speculation",
     "TextDelta",
     "TokenLogprob",
     "ToolArguments",
@@ -110,8 +123,11 @@ __all__ = [
     "ToolGuide",
     "ToolSpec",
     "ToolText",
+    "TrainHeadOptions",
+    "TrainHeadReport",
     "Usage",
     "distill_model",
     "measure_perplexity",
     "quantize_model",
+    "train_head",
 ]

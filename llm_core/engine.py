@@ -38,6 +38,7 @@ from llm_core.sampler import FloatRow
 from llm_core.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.accept import accept
+from llm_core.speculative.choice import make_controller, make_drafter
 from llm_core.speculative.control import Controller
 from llm_core.speculative.drafter import Drafter
 from llm_core.speculator import Speculator
@@ -99,8 +100,11 @@ class Engine:
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
         """Reads the model's files. Raises ModelLoadError."""
+        drafter: Drafter | None = None
         with open_model(config.model_path) as opened:
             runner = ModelRunner.of(opened.model, config)
+            if config.speculation != "off":
+                drafter = make_drafter(config, runner, opened)
         engine = cls(
             runner,
             opened.tokenizer,
@@ -110,6 +114,8 @@ class Engine:
             policy=config.policy,
             max_step_ms=config.max_step_ms,
         )
+        if config.speculation != "off":
+            engine.speculate(drafter, make_controller(config, runner))
         engine._make.guides.prepare()
         return engine
 

@@ -107,14 +107,22 @@ class Generation:
     def draft_request(self, shape: DraftShape) -> DraftRequest:
         """What a drafter is told of this reply. Nothing is drafted beyond its longest end."""
         sequence = self._sequence
-        room = sequence.max_len - len(sequence.token_ids) - 1
-        if shape.max_depth > room:
-            shape = replace(shape, max_depth=max(0, room))
+        shape = replace(shape, max_depth=min(shape.max_depth, self.draft_room))
         fractions: tuple[float, ...] = ()
         if not self._sampler.is_greedy:
             first, seed = len(sequence.token_ids), self._sampler.seed
             fractions = tuple(uniform(seed, first + k) for k in range(shape.max_depth))
         return DraftRequest(sequence, shape, self._params, fractions)
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts one after another that can be right: the reply's last token is the target's."""
+        return max(0, self._sequence.max_len - len(self._sequence.token_ids) - 1)
+
+    @property
+    def is_guided(self) -> bool:
+        """A guide restricts what may be said."""
+        return self._guide is not None
 
     def forced_tokens(self) -> list[int]:
         """What the guide leaves no choice about; [] without a guide."""

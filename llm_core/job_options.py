@@ -10,6 +10,7 @@ from typing import Literal
 from llm_core.errors import InvalidRequestError
 
 QuantizeMethod = Literal["gptq", "awq", "rtn", "int8", "fp8"]
+HeadKind = Literal["eagle3", "eagle1", "medusa"]
 Progress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
 
@@ -123,6 +124,76 @@ class DistillOptions:
             raise InvalidRequestError(
                 f"learning_rate is {self.learning_rate}, expected between 0 and 1"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainHeadOptions:
+    """A draft head of ``kind``, written to ``out_dir``. ``data_dir`` keeps what the model says and
+    the state of the training, so that a later run goes on from there. The model talks for
+    ``talk_s`` seconds more; training takes ``train_s`` in all, those of earlier runs included, and
+    begins again when those are used up. ``text``: its sentences' beginnings also begin what users
+    say. ``draft_vocab``: words that can be drafted (0: all)."""
+
+    model_path: Path
+    out_dir: Path
+    data_dir: Path
+    kind: HeadKind = "eagle3"
+    talk_s: float = 1500.0
+    train_s: float = 2100.0
+    draft_vocab: int = 3072
+    text: str | None = None
+    num_threads: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in HeadKind.__args__:  # type: ignore[attr-defined]
+            known = ", ".join(HeadKind.__args__)  # type: ignore[attr-defined]
+            raise InvalidRequestError(f"kind is {self.kind!r}, expected one of {known}")
+        for name in ("talk_s", "train_s"):
+            if not 0 <= getattr(self, name) <= 1e6:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)}, expected 0 to 1e6")
+        _check_range("draft_vocab", self.draft_vocab, 0, 1 << 20)
+        _check_range("num_threads", self.num_threads, 1, 1024)
+        _check_range("seed", self.seed, 0, (1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProgress:
+    """How a head's training goes. ``acceptance[j]``: how often step j's likeliest draft was what
+    was said, lately; ``held_out``: accepted lengths, measured exactly on answers that are not
+    trained on (near-greedy ones, others), or None where they were not measured just now. ``done``:
+    the share of the time that is over."""
+
+    step: int
+    epoch: int
+    elapsed_s: float
+    num_anchors: int
+    loss: float
+    acceptance: tuple[float, ...]
+    held_out: tuple[float, float] | None
+    done: float
+
+    @property
+    def chain_len(self) -> float:
+        """What a chain would bring a round by ``acceptance``, the target's own token included."""
+        total, reach = 1.0, 1.0
+        for rate in self.acceptance:
+            reach *= rate
+            total += reach
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class TrainHeadReport:
+    """``chain_lens``: accepted lengths of chains of 4 on held-out answers, (near-greedy, others);
+    ``num_answer_tokens`` of all data, ``num_anchors`` trained on (more than once, if repeated)."""
+
+    chain_lens: tuple[float, float]
+    num_answer_tokens: int
+    num_anchors: int
+    num_steps: int
+    size_bytes: int
+    wall_s: float
 
 
 @dataclass(frozen=True, slots=True)

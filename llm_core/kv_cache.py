@@ -11,11 +11,12 @@ run of blocks; a sequence's past is never copied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from kernels.attention import KvRun
-from llm_core.batch import ForwardBatch
+from llm_core.batch import Segment
 from llm_core.config import ModelConfig
 from llm_core.messages import KvDtype
 
@@ -25,6 +26,13 @@ DTYPES: dict[KvDtype, torch.dtype] = {
     "int8": torch.int8,
 }
 _MAX_CODE = 127
+
+
+class Segmented(Protocol):
+    """A batch of rows, of a model or of a draft head."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]: ...
 
 
 class KvCache:
@@ -58,7 +66,7 @@ class KvCache:
         per_head = config.head_dim * DTYPES[dtype].itemsize + (4 if dtype == "int8" else 0)
         return config.num_layers * 2 * config.num_kv_heads * per_head * num_blocks * block_size
 
-    def positions(self, batch: ForwardBatch) -> torch.Tensor:
+    def positions(self, batch: Segmented) -> torch.Tensor:
         """int64 [T]: where in the pool each row of ``batch`` is kept."""
         return torch.tensor(
             [

@@ -15,6 +15,7 @@ KvDtype = Literal["float32", "bfloat16", "int8"]
 ModelBackend = Literal["auto", "native", "torch"]
 Overflow = Literal["refuse", "drop_oldest"]
 Downgrade = Literal["partial_context", "shorter_answer"]
+DraftControl = Literal["auto", "fixed"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
 
 # How a model writes its calls of tools: see tool_calls.py.
@@ -291,7 +292,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     process that has loaded its code (some 200 MB) and needs only the model when the first one
     dies. ``backend`` "native" is compiled C, "torch" torch's operations, "auto" the faster one that
     can run here; ``native_cache_dir`` is where the compiled library is kept (None: the user's cache
-    directory). Raises ValueError for impossible numbers.
+    directory).
+
+    ``speculation`` says who drafts: "off" nobody; "auto" the draft head that comes with this
+    package for the model, if there is one; "ngram" what stood in the text before; else the path of
+    a head or of a smaller model with the same tokens. What a grammar forces is drafted unless
+    "off". ``speculation_optional``: where the head does not fit, go on without one. At most
+    ``draft_tokens`` drafts of ``draft_depth`` one after another, of which ``draft_width`` paths are
+    followed; ``draft_control`` "auto" drafts less, or not at all, where that is measured to be
+    faster, "fixed" always does. Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -306,9 +315,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     standby: bool = False
     backend: ModelBackend = "auto"
     native_cache_dir: str | None = None
+    speculation: str = "off"
+    speculation_optional: bool = False
+    draft_tokens: int = 16
+    draft_depth: int = 5
+    draft_width: int = 4
+    draft_control: DraftControl = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "max_sequences", "max_waiting", "max_step_ms"):
+        for name in (
+            *("num_threads", "max_sequences", "max_waiting", "max_step_ms"),
+            *("draft_tokens", "draft_depth", "draft_width"),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_context is not None and self.max_context < 2:

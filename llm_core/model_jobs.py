@@ -6,14 +6,19 @@ All raise LlmError: ModelLoadError for files, InvalidRequestError for what canno
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llm_core.job_options import (
     DistillOptions,
     DistillReport,
+    HeadProgress,
     PerplexityOptions,
     PerplexityReport,
     Progress,
     QuantizeOptions,
     QuantizeReport,
+    TrainHeadOptions,
+    TrainHeadReport,
 )
 
 
@@ -36,3 +41,12 @@ def distill_model(options: DistillOptions, progress: Progress) -> DistillReport:
     from llm_core.compress.distill import distill
 
     return distill(options, progress)
+
+
+def train_head(
+    options: TrainHeadOptions, progress: Progress, on_training: Callable[[HeadProgress], None]
+) -> TrainHeadReport:
+    """Lets a model talk to itself and trains a head that drafts for it."""
+    from llm_core.speculative.train.job import train
+
+    return train(options, progress, on_training)

@@ -16,7 +16,7 @@ from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
 from llm_core.loading.model_weights import ModelWeights, open_weights
 from llm_core.messages import EngineConfig, KvDtype, ModelBackend
-from llm_core.model_choice import ModelOptions, make_model
+from llm_core.model_choice import Model, ModelOptions, make_model
 from llm_core.quant.formats import Weight
 
 _BLOCK_SIZE = 16
@@ -112,6 +112,11 @@ class ModelRunner:
             native_cache_dir=engine_config.native_cache_dir,
             name=model.name,
         )
+
+    @property
+    def model(self) -> Model:
+        """The model itself: a draft head may share its threads and its embedding."""
+        return self._model
 
     @property
     def info_fields(self) -> InfoFields:

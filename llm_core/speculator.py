@@ -19,6 +19,8 @@ from llm_core.step import features_by_chunk
 
 # What a grammar forces is right unless the model splits the same text into other tokens.
 _FORCED_PROBABILITY = 0.95
+_MAX_FORCED = 8
+_COMFORT_NS = 600_000_000  # a stream whose deadline is further off can do without drafts
 
 
 class Speculator:
@@ -64,9 +66,9 @@ class Speculator:
         }
         if not streams:
             return
-        situation = Situation(len(streams), plan.num_rows)
-        shape = self._controller.shape(situation)
-        if shape is None:
+        situation = Situation(len(streams), plan.num_rows, self._is_patient(plan, streams))
+        shape = None if self._drafter is None else self._controller.shape(situation)
+        if shape is None and not any(generation.is_guided for generation in streams.values()):
             return
         start_ns = self._clock()
         trees = self._controller.choose(self._propose(plan, streams, shape), situation)
@@ -125,7 +127,7 @@ class Speculator:
         return self._counts.snapshot()
 
     def _propose(
-        self, plan: StepPlan, streams: Mapping[int, Generation], shape: DraftShape
+        self, plan: StepPlan, streams: Mapping[int, Generation], shape: DraftShape | None
     ) -> list[DraftTree]:
         """A tree for each stream: what its guide forces, else what the drafter thinks."""
         trees: dict[int, DraftTree] = {}
@@ -133,14 +135,15 @@ class Speculator:
         for index, generation in streams.items():
             # Drafts are kept behind the last token, within the context.
             room = self._max_context - len(plan.chunks[index].sequence.token_ids)
-            fitting = replace(shape, max_drafts=max(0, min(shape.max_drafts, room)))
-            request = generation.draft_request(fitting)
-            depth = min(request.shape.max_depth, request.shape.max_drafts)
-            forced = generation.forced_tokens()[:depth]
+            forced = generation.forced_tokens()
             if forced:
+                forced = forced[: max(0, min(_MAX_FORCED, room, generation.draft_room))]
                 trees[index] = DraftTree.chain(forced, [_FORCED_PROBABILITY] * len(forced))
-            elif self._drafter is not None and depth > 0:
-                requests[index] = request
+            elif shape is not None:
+                fitting = replace(shape, max_drafts=max(0, min(shape.max_drafts, room)))
+                request = generation.draft_request(fitting)
+                if min(request.shape.max_depth, request.shape.max_drafts) > 0:
+                    requests[index] = request
         if self._drafter is not None and requests:
             start_ns = self._clock()
             proposed = self._drafter.propose(list(requests.values()))
@@ -148,6 +151,12 @@ class Speculator:
             for index, tree in zip(requests, proposed, strict=True):
                 trees[index] = streams[index].allowed_drafts(tree)
         return [trees.get(index, EMPTY) for index in streams]
+
+    def _is_patient(self, plan: StepPlan, streams: Mapping[int, Generation]) -> bool:
+        """All streams have said more than their listeners can have heard."""
+        soon_ns = self._clock() + _COMFORT_NS
+        deadlines = [plan.chunks[index].sequence.deadline_ns for index in streams]
+        return all(deadline is not None and deadline > soon_ns for deadline in deadlines)
 
     def _counts_of(self, generations: Iterable[Generation]) -> Iterator[SpeculationCounts]:
         """The engine's and each reply's: a step's time is waited for by all of them."""

@@ -1,6 +1,6 @@
 """An engine under random load, with a real float32 decoder: arrivals, forks, truncations, aborts,
-preemptions, deadlines, a full pool. After each step its books are right; at the end no block is
-lost, and every request has said what it says alone.
+preemptions, deadlines, a full pool, with drafters and without. After each step its books are right;
+at the end no block is lost, and every request has said what it says alone.
 
 ``PARLEY_RANDOM_STEPS=10000`` sets how much is tried (rules applied, most of them several steps).
 """
@@ -31,6 +31,13 @@ from llm_core.messages import (
 )
 from llm_core.runner import ModelRunner
 from llm_core.sequence import TokenSequence
+from llm_core.speculative.control import FixedController
+from llm_core.speculative.drafter import Drafter, DraftShape
+from llm_core.speculative.eagle import EagleHead, TargetRows
+from llm_core.speculative.eagle_drafter import EagleDrafter
+from llm_core.speculative.ngram import NgramDrafter
+from tests.fake_drafter import GuessingDrafter
+from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, run_chunk, tiny_config
 from tests.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer
 
@@ -65,6 +72,19 @@ def alone(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
+def make_drafter(name: str) -> Drafter:
+    """An EAGLE head of random weights guesses badly; the guessing one knows what follows."""
+    if name == "ngram":
+        return NgramDrafter()
+    if name == "guessing":
+        return GuessingDrafter(lambda tokens: alone(tuple(tokens), 1)[0], len(TOKENS))
+    runner, config = runners()[0], runners()[0].config
+    shape = head_config(config, "eagle3")
+    target = TargetRows.of(config, random_weights(config))
+    head = EagleHead(shape, head_tensors(shape), target, max_context=150)
+    return EagleDrafter(head, num_blocks=16, block_size=runner.block_size, max_sequences=5)
+
+
 def assert_says_what_it_says_alone(sequence: TokenSequence) -> None:
     prompt = tuple(sequence.token_ids[: sequence.prompt_len])
     said = tuple(sequence.token_ids[sequence.prompt_len :])
@@ -92,9 +112,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_sequences=st.integers(2, 5),
         prompt_budget=st.integers(3, 40),
         mixed_budget=st.integers(2, 20),
+        drafter=st.sampled_from((None, "ngram", "eagle", "eagle", "guessing")),
+        width=st.sampled_from((1, 3)),
     )
     def start(
-        self, policy: PolicyName, max_sequences: int, prompt_budget: int, mixed_budget: int
+        self,
+        policy: PolicyName,
+        max_sequences: int,
+        prompt_budget: int,
+        mixed_budget: int,
+        drafter: str | None,
+        width: int,
     ) -> None:
         self.now_ns = 0
         template = ChatTemplate(TEMPLATE, control_tokens=CONTROL)
@@ -107,6 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,
             clock=lambda: self.now_ns,
         )
+        if drafter is not None:
+            shape = DraftShape(max_drafts=6, max_depth=4, width=width)
+            self.engine.speculate(make_drafter(drafter), FixedController(shape))
         self.engine.scheduler.prompt_budget = prompt_budget
         self.engine.scheduler.mixed_budget = mixed_budget
         self.last_id = 0

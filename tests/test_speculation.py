@@ -23,6 +23,7 @@ from llm_core.messages import (
 )
 from llm_core.speculative.control import FixedController
 from llm_core.speculative.drafter import DraftShape
+from llm_core.speculative.ngram import NgramDrafter
 from tests.fake_drafter import GuessingDrafter
 from tests.test_engine import (
     EOS,
@@ -279,3 +280,14 @@ def test_open_drafts_of_a_prompt_are_told_to_the_drafter() -> None:
     assert text == reply_to(make_engine(), "Hello there, user", max_tokens=20, ignore_eos=True)[0]
     engine.abort(1)
     assert_nothing_left(engine)
+
+
+def test_what_stood_there_before_is_drafted() -> None:
+    runner = saying("abcdeabcdeabcdeabcde", "Hi", EOS)
+    plain, plain_done = reply_to(make_engine(runner), "Hi")
+    engine = make_engine(runner)
+    engine.speculate(NgramDrafter(), FixedController(CHAIN))
+    text, done = reply_to(engine, "Hi")
+    assert text == plain and done.usage == plain_done.usage
+    assert done.speculation.num_accepted >= 9
+    assert done.num_steps < plain_done.num_steps - 8

@@ -42,6 +42,12 @@ class EngineGauges:
             ("llm_downgraded", "Requests that gave something up.", "total_downgraded"),
         ):
             services.metrics.counter(name, about, partial(self._value, field))
+        for name, about, field in (
+            ("llm_drafted_tokens", "Guesses that the engine verified.", "num_drafted"),
+            ("llm_accepted_drafts", "Of them, those that were right.", "num_accepted"),
+            ("llm_verified_steps", "Steps of a sequence that verified guesses.", "num_steps"),
+        ):
+            services.metrics.counter(name, about, partial(self._speculation, field))
         services.metrics.gauge(
             "llm_up", "1 while the engine process runs.", lambda: float(self._engine.is_alive)
         )
@@ -56,6 +62,9 @@ class EngineGauges:
                 self._stats = await self._engine.stats()
         except (TimeoutError, LlmError):
             return  # the gauges say so: they are not a number
+
+    def _speculation(self, field: str) -> float:
+        return _NO_STATS if self._stats is None else float(getattr(self._stats.speculation, field))
 
     def _value(self, field: str) -> float:
         return _NO_STATS if self._stats is None else float(getattr(self._stats, field))

@@ -41,10 +41,8 @@ class Generated:
 class MeasuredEngine(Protocol):
     """An engine that is up, with a model loaded."""
 
-    @property
-    def name(self) -> str:
-        """What the table calls it."""
-        ...
+    name: str
+    """What the table calls it."""
 
     async def generate(self, messages: Sequence[ChatMessage], num_tokens: int) -> Generated:
         """Greedy, exactly ``num_tokens`` tokens whatever they are."""
@@ -83,15 +81,14 @@ class Stopwatch:
 class ParleyEngine:
     """Ours, in its own process."""
 
-    name = "parley"
-
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, name: str = "parley") -> None:
         self.client = client
+        self.name = name
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> ParleyEngine:
+    async def start(cls, config: EngineConfig, name: str = "parley") -> ParleyEngine:
         """Raises ModelLoadError."""
-        return cls(await EngineClient.start(config))
+        return cls(await EngineClient.start(config), name)
 
     async def generate(self, messages: Sequence[ChatMessage], num_tokens: int) -> Generated:
         """See ``MeasuredEngine``."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from app.bench import machine
 from app.bench.engines import MeasuredEngine, ParleyEngine
 from app.bench.llm_workloads import Figures, all_workloads
@@ -25,13 +27,15 @@ _MAX_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class LlmBenchOptions:
-    """What to run. ``peer`` needs the extra `bench`."""
+    """What to run. ``peer`` needs the extra `bench`; ``speculation`` (as in ``EngineConfig``) adds
+    our engine with drafts, beside ours without."""
 
     model_path: Path
     num_threads: int = 2
     num_rounds: int = 5
     stream_counts: tuple[int, ...] = (8, 32)
     peer: bool = False
+    speculation: str | None = None
 
 
 @dataclass(slots=True)
@@ -68,7 +72,9 @@ class LlmBenchResult:
             "engines": {name: self.medians(name) for name in engines},
         }
         if len(engines) > 1:
-            result["ratios"] = self.ratios(engines[0], engines[1])
+            result["ratios"] = self.ratios(engines[0], engines[-1])
+        if len(engines) > 2:
+            result["ratios_to_plain"] = self.ratios(engines[0], engines[1])
         return result
 
 
@@ -76,9 +82,15 @@ async def run(options: LlmBenchOptions, progress: Callable[[str], None]) -> LlmB
     """Raises ModelLoadError, and ParleyError when the peer cannot be started."""
     async with AsyncExitStack() as stack:
         num_streams = max((4, *options.stream_counts)) + 1  # the long prompt comes on top
-        ours = await ParleyEngine.start(_engine_config(options, num_streams))
+        config = _engine_config(options, num_streams)
+        ours = await ParleyEngine.start(config)
         stack.push_async_callback(ours.close)
         engines: list[MeasuredEngine] = [ours]
+        if options.speculation is not None:
+            config = msgspec.structs.replace(config, speculation=options.speculation)
+            drafting = await ParleyEngine.start(config, name="parley+drafts")
+            stack.push_async_callback(drafting.close)
+            engines.insert(0, drafting)
         if options.peer:
             theirs = await _start_peer(options, num_streams)
             stack.push_async_callback(theirs.close)

@@ -24,6 +24,17 @@ _TEXT = (
 )
 _WORDS = tuple(_TEXT.split())
 
+_QUESTIONS = (
+    "What should I cook tonight with eggs and rice?",
+    "Can you explain how rainbows appear?",
+    "How do I get better at remembering names?",
+    "Why do cats purr?",
+    "What is a good way to start running?",
+    "How does a bicycle stay upright?",
+    "Tell me something about the history of tea.",
+    "What could I give my sister for her birthday?",
+)
+
 SYSTEM_LEN = 600
 PREFILL_LEN = 512
 DECODE_LEN = 128
@@ -49,6 +60,13 @@ async def decode(engine: MeasuredEngine, seed: str) -> Figures:
     """One stream."""
     messages = conversation(seed, system_len=20, user_len=20)
     return {"decode_tok_s": (await engine.generate(messages, DECODE_LEN)).decode_tok_s}
+
+
+async def spoken(engine: MeasuredEngine, seed: str) -> Figures:
+    """One stream that answers what a caller may ask: unlike an answer to random words, a text of
+    which something can be foreseen."""
+    messages = [ChatMessage(role="user", content=random.Random(seed).choice(_QUESTIONS))]
+    return {"spoken_tok_s": (await engine.generate(messages, DECODE_LEN)).decode_tok_s}
 
 
 async def prefill(engine: MeasuredEngine, seed: str) -> Figures:
@@ -117,4 +135,4 @@ async def long_prompt(engine: MeasuredEngine, seed: str) -> Figures:
 
 def all_workloads(stream_counts: tuple[int, ...]) -> list[Workload]:
     """In the order in which a round runs them."""
-    return [decode, prefill, cached_prefix, *map(streams, stream_counts), long_prompt]
+    return [decode, spoken, prefill, cached_prefix, *map(streams, stream_counts), long_prompt]

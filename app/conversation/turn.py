@@ -428,6 +428,7 @@ class Turn:
             num_steps=event.num_steps,
             finish_reason=event.finish_reason,
             finished_ns=event.finished_ns,
+            speculation=event.speculation,
         )
         if event.finish_reason == "length":
             self.response.reason = "max_output_tokens"

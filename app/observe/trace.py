@@ -16,6 +16,7 @@ from app.observe.turn_audio import TurnAudio
 if TYPE_CHECKING:
     from audio.asr import Transcript
     from audio.frame import Samples
+    from llm_core import Speculation
 
 TurnOutcome = Literal[
     "answered", "silent", "interrupted", "cancelled", "failed", "timed_out", "incomplete"
@@ -58,6 +59,11 @@ FACTS = {
     "computed_tokens": "of it, computed for this turn",
     "completion_tokens": "generated",
     "llm_steps": "steps of the engine for it",
+    "drafted_tokens": "guesses at what follows that the engine verified",
+    "accepted_tokens": "of them, right: tokens that took no step of their own",
+    "accepted_by_depth": "the same by place: the first counts guesses behind known text",
+    "draft_ms": "spent on guessing",
+    "verify_ms": "of the steps that verified guesses",
     "ttft_ms": "from the submission to the first token",
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
@@ -199,12 +205,26 @@ class TurnTrace:
         } | self.facts
 
     def note_generated(
-        self, *, num_tokens: int, num_steps: int, finish_reason: str, finished_ns: int
+        self,
+        *,
+        num_tokens: int,
+        num_steps: int,
+        finish_reason: str,
+        finished_ns: int,
+        speculation: Speculation | None = None,
     ) -> None:
         """What the engine says with the last token of a request; ``num_tokens`` of the answer."""
         self.facts["completion_tokens"] = num_tokens
         self.facts["finish_reason"] = finish_reason
         self.facts["llm_steps"] = self.facts.get("llm_steps", 0) + num_steps
+        if speculation is not None and speculation.num_drafted:
+            self.facts |= {
+                "drafted_tokens": speculation.num_drafted,
+                "accepted_tokens": speculation.num_accepted,
+                "accepted_by_depth": list(speculation.accepted_by_depth),
+                "draft_ms": speculation.draft_ns / 1e6,
+                "verify_ms": speculation.verify_ns / 1e6,
+            }
         first_ns = self.instants.get("llm_first_token")
         if first_ns is not None and num_tokens > 1 and "tpot_ms" not in self.facts:
             self.facts["tpot_ms"] = max(0, finished_ns - first_ns) / 1e6 / (num_tokens - 1)

@@ -9,7 +9,7 @@
 
 typedef enum { PREPARE, NORM_TAPS, QUANTIZE, MULTIPLY, JOIN, ROTATE, ATTEND, GATHER, CHOOSE } phase_kind;
 
-enum { OWN_COPY_ROWS = 2, PHASES_A_PASS = 18, TASKS_A_THREAD = 6 };
+enum { OWN_COPY_ROWS = 2, PHASES_A_PASS = 21, TASKS_A_THREAD = 6 };
 
 typedef struct {
     const float *rows; /* what a product reads, and the norm on the way (or NULL) */

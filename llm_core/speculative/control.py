@@ -13,10 +13,11 @@ from llm_core.speculative.tree import DraftTree
 @dataclass(frozen=True, slots=True)
 class Situation:
     """A step before drafts: ``num_rows`` in all, ``num_streams`` of them the one row of a sequence
-    that generates."""
+    that generates. ``is_patient``: none of these is needed soon."""
 
     num_streams: int
     num_rows: int
+    is_patient: bool = False
 
 
 class Controller(Protocol):

@@ -261,7 +261,7 @@ class EagleHead:
         inner = functional.silu(gate) * up
         return y + functional.linear(inner, self.weights[f"{_MLP}down_proj.weight"])
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
+    def word_logits(self, output: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, draft_vocab_size]."""
         if self._is_eagle3:
             output = self._norm("norm", output)
@@ -292,7 +292,7 @@ class EagleHead:
             row += segment.length
         wanted = batch.output_rows
         output = self.output(residual[wanted], attended.flatten(1)[wanted])
-        return HeadResult(self.logits(output), output)
+        return HeadResult(self.word_logits(output), output)
 
     def _heads(self, name: str, x: torch.Tensor, rotations: torch.Tensor | None) -> torch.Tensor:
         values = functional.linear(x, self.weights[f"{_ATTENTION}{name}.weight"])

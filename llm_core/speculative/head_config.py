@@ -27,9 +27,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
-HeadKind = Literal["eagle3", "eagle1", "medusa"]
+from llm_core.job_options import HeadKind
+
 KINDS: tuple[HeadKind, ...] = ("eagle3", "eagle1", "medusa")
 
 _MAX_SIZE = 1 << 20

@@ -28,6 +28,7 @@ from llm_core.speculative.head_config import HeadConfig
 TENSORS_NAME = "head.safetensors"
 CONFIG_NAME = "head_config.json"
 CARD_NAME = "card.json"
+BUNDLED_DIR = Path(__file__).resolve().parent / "heads"
 _PUBLISHED_TENSORS = "model.safetensors"
 _PUBLISHED_CONFIG = "config.json"
 _MAX_JSON_BYTES = 1 << 20
@@ -59,6 +60,30 @@ def fingerprint(config: ModelConfig, weights: Mapping[str, Weight]) -> str:
     for name in ("final_norm", "layers.0.attention_norm"):
         digest.update(to_float(weights[name]).contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def bundled_head(target_fingerprint: str) -> Path | None:
+    """The directory of the head that comes with this package for a target; None: there is none.
+
+    Raises ModelLoadError for a damaged installation.
+    """
+    for path in sorted(BUNDLED_DIR.glob(f"*/{CONFIG_NAME}")):
+        if _own_config(path).target_fingerprint == target_fingerprint:
+            return path.parent
+    return None
+
+
+def is_head_directory(path: Path) -> bool:
+    """Whether there is a draft head at ``path``, rather than a model: ours, or a published one."""
+    if not path.is_dir():
+        return False
+    if (path / CONFIG_NAME).exists():
+        return True
+    tensors_path = path / _PUBLISHED_TENSORS
+    if not tensors_path.exists():
+        return False
+    with SafetensorsFile(tensors_path) as file:
+        return "fc.weight" in file.tensors
 
 
 def write_head(directory: Path, head: HeadFile, *, is_int8: bool) -> None:

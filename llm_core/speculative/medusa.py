@@ -48,11 +48,15 @@ class MedusaHeads:
         bias = self.weights[f"medusa_head.{head}.0.linear.bias"]
         return hidden + functional.silu(functional.linear(hidden, weight, bias))
 
+    def word_logits(self, output: torch.Tensor) -> torch.Tensor:
+        """A head's ``output`` [T, H] -> [T, draft_vocab_size]."""
+        return functional.linear(output, self.words)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [T, H] -> [T, num_medusa_heads, draft_vocab_size]: head k's of what
         follows the token after by k + 1 places."""
         outputs = [self.output(hidden, k) for k in range(self.config.num_medusa_heads)]
-        return functional.linear(torch.stack(outputs, 1), self.words)
+        return self.word_logits(torch.stack(outputs, 1))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the heads' file holds."""

@@ -56,6 +56,12 @@ def write_conversations(path: Path, conversations: Sequence[Conversation]) -> No
     partial.replace(path)
 
 
+def has_features(path: Path) -> bool:
+    """Whether a file's hidden states were captured."""
+    with SafetensorsFile(path) as file:
+        return "features" in file.tensors
+
+
 def read_conversations(path: Path) -> list[Conversation]:
     """What ``write_conversations`` wrote; features without the row of zeros.
 

@@ -29,13 +29,17 @@ class Example:
     temperature: float
 
 
-def example_of(conversation: Conversation) -> Example:
-    """The conversation must have features and an anchor (``has_anchor``)."""
-    assert conversation.features is not None
+def example_of(conversation: Conversation, width: int | None = None) -> Example:
+    """The conversation must have features and an anchor (``has_anchor``); only the last ``width``
+    of the features are kept, if it is given."""
+    features = conversation.features
+    assert features is not None
+    if width is not None:
+        features = features[:, -width:].contiguous()
     anchors, num_steps = _anchors(conversation.is_answer)
     return Example(
         torch.tensor(conversation.token_ids),
-        conversation.features,
+        features,
         torch.tensor(anchors),
         torch.tensor(num_steps),
         conversation.temperature,
@@ -76,13 +80,11 @@ def batches(examples: Sequence[Example], num_anchors: int, seed: int) -> Iterato
         yield batch
 
 
-def draft_vocabulary(
-    conversations: Sequence[Conversation], size: int, vocab_size: int
-) -> torch.Tensor:
+def draft_vocabulary(examples: Sequence[Example], size: int, vocab_size: int) -> torch.Tensor:
     """int64 [size] ascending: the tokens that answers use most; the smallest ids fill it up."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for conversation in conversations:
-        said = torch.tensor(conversation.token_ids)[torch.tensor(conversation.is_answer)]
+    for example in examples:
+        said = example.token_ids[example.anchors + 2]
         counts += torch.bincount(said, minlength=vocab_size)
     # Of equal counts the smaller id: stable, and in most vocabularies the commoner word.
     best = torch.sort(counts, descending=True, stable=True).indices[:size]

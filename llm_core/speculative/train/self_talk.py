@@ -8,7 +8,7 @@ they share (the instructions at the start) is computed once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from llm_core.speculative.train.topics import (
 from llm_core.tokenizer import Tokenizer
 
 MAX_LEN = 448  # tokens of a conversation
+_MOST_SHARED = 64  # tokens of instructions that are computed once for all
 _USER_LENGTHS = (8, 28)  # longer turns are cut, as a caller is by noise
 _MIN_USER_LEN = 3
 _ANSWER_LENGTHS = (40, 150)
@@ -39,7 +40,12 @@ _NUM_TURNS = ((1, 0.5), (2, 0.3), (3, 0.2))
 _SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.6, 0.15
 _LARGEST = torch.finfo(torch.float16).max
 _T = TypeVar("_T")
-_OPENING_KINDS = ((SPOKEN_OPENINGS, 0.5), (CASED_OPENINGS, 0.25), (GENERAL_OPENINGS, 0.25))
+_SHARE_OF_GIVEN = 1.0  # as much as all others together
+_OPENING_KINDS: tuple[tuple[Sequence[str], float], ...] = (
+    (SPOKEN_OPENINGS, 0.5),
+    (CASED_OPENINGS, 0.25),
+    (GENERAL_OPENINGS, 0.25),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +114,16 @@ class SelfTalk:
         *,
         num_streams: int,
         seed: int,
+        openings: Sequence[str] = (),
     ) -> None:
-        """Raises InvalidRequestError as ``turn_glue``."""
+        """``openings``: more first words of what users say. Raises InvalidRequestError as
+        ``turn_glue``."""
         self._runner = runner
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
+        self._openings = (
+            (*_OPENING_KINDS, (openings, _SHARE_OF_GIVEN)) if openings else _OPENING_KINDS
+        )
         self._eos = tokenizer.eos_ids
         self._line_ends = frozenset(
             i for i, text in enumerate(tokenizer.token_bytes) if b"\n" in text
@@ -130,16 +141,17 @@ class SelfTalk:
     def num_blocks(num_streams: int, block_size: int) -> int:
         """What the runner's pool must hold."""
         per_stream = -(-MAX_LEN // block_size)
-        return num_streams * per_stream + (2 + len(OTHER_INSTRUCTIONS)) * (64 // block_size + 4)
+        return num_streams * per_stream + (2 + len(OTHER_INSTRUCTIONS)) * (
+            _MOST_SHARED // block_size
+        )
 
-    def conversations(self, on_tokens: Callable[[int], None]) -> Iterator[Conversation]:
-        """Finished ones as they come; ``on_tokens(n)`` is told how many a step wrote."""
+    def conversations(self) -> Iterator[Conversation]:
+        """Finished ones as they come."""
         streams: list[_Stream] = []
         while True:
             while self._free:
                 streams.append(self._open(self._free.pop()))
             logits = self._step(streams)
-            on_tokens(len(streams))
             going = []
             for stream, row in zip(streams, logits, strict=True):
                 if self._advance(stream, row):
@@ -158,7 +170,7 @@ class SelfTalk:
     def _share(self, glue: TurnGlue) -> _Prefix:
         """Computes the whole blocks of an opening; the rest of it is each stream's own."""
         size = self._runner.block_size
-        length = (len(glue.opening) - 1) // size * size
+        length = min(_MOST_SHARED, len(glue.opening) - 1) // size * size
         if length == 0:
             return _Prefix(glue, (), 0, None)
         block_ids = self._take_blocks(length // size)
@@ -169,7 +181,7 @@ class SelfTalk:
             wants_features=True,
         )
         features = self._runner.forward(batch).features
-        return _Prefix(glue, block_ids, length, _stored(features))
+        return _Prefix(glue, block_ids, length, stored_features(features))
 
     def _open(self, own_blocks: tuple[int, ...]) -> _Stream:
         rng = random.Random(self._rng.getrandbits(64))
@@ -197,7 +209,7 @@ class SelfTalk:
         )
 
     def _opening(self, rng: random.Random) -> list[int]:
-        return self._tokenizer.encode(rng.choice(_pick(rng, _OPENING_KINDS)))
+        return self._tokenizer.encode(rng.choice(_pick(rng, self._openings)))
 
     def _step(self, streams: list[_Stream]) -> torch.Tensor:
         """Computes what waits; logits [len(streams), vocab_size] after each stream's last token."""
@@ -213,7 +225,7 @@ class SelfTalk:
             torch.tensor(token_ids), tuple(segments), torch.tensor(last_rows), wants_features=True
         )
         result = self._runner.forward(batch)
-        features = _stored(result.features)
+        features = stored_features(result.features)
         if features is not None:
             lengths = [segment.length for segment in segments]
             for stream, rows in zip(streams, features.split(lengths), strict=True):
@@ -265,7 +277,7 @@ class SelfTalk:
         )
 
 
-def _stored(features: torch.Tensor | None) -> torch.Tensor | None:
+def stored_features(features: torch.Tensor | None) -> torch.Tensor | None:
     """float16: hidden states of some models' first tokens exceed its range and are clamped."""
     if features is None:
         return None
