@@ -396,7 +396,7 @@ static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int n
         int tasks = num_threads == 1 ? 1 : num_threads * TASKS_A_THREAD;
         int tiles = largest_of((num_tiles + tasks - 1) / tasks, 1);
         if (num_rows > PN_ROW_BLOCK) tiles = smallest_of(tiles, 16); /* stay in the L2 cache */
-        if (kind == GATE_UP) tiles = round_up(tiles, 2);
+        tiles = round_up(tiles, 2); /* pairs stay together */
         p->tiles_a_task = tiles;
         s->num_tasks[count] = (num_tiles + tiles - 1) / tiles;
         break;

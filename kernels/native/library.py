@@ -163,7 +163,7 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pn_memory_unmap": (None, (c_void_p, c_int64)),
     "pn_pack_rows": (
         None,
-        (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, *(c_int,) * 5),
+        (POINTER(Matrix), c_void_p, c_void_p, c_void_p, *(c_int,) * 3),
     ),
     "pn_pool_create": (c_void_p, (c_int, c_int)),
     "pn_pool_destroy": (None, (c_void_p,)),
@@ -320,15 +320,11 @@ class PackedMatrix:
         end = first_row + last // TILE * tile_step * TILE + last % TILE + 1
         assert end <= struct.num_tiles * TILE, "rows beyond the matrix"
         self._functions.pn_pack_rows(
-            struct.data,
-            struct.bits,
-            struct.flags,
+            struct,
             tensors[0].data_ptr(),
             tensors[1].data_ptr(),
             tensors[2].data_ptr() if zero is not None else None,
             codes.shape[0],
-            struct.num_in,
-            struct.num_groups,
             first_row,
             tile_step,
         )

@@ -12,7 +12,7 @@
 
 #ifdef PN_AVX2
 
-enum { PREFETCH_BYTES = 1536 };
+enum { PREFETCH_BYTES = 2048 };
 
 /* 8 bits times 8 bits, added up: in 32 bits with VNNI, else in 16; WIDEN makes it 32 bits. */
 #ifdef PN_VNNI
@@ -58,11 +58,10 @@ INLINE void prefetch_record(const uint8_t *w, int record_bytes) {
         _mm_prefetch((const char *)w + PREFETCH_BYTES + at, _MM_HINT_T0);
 }
 
-INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
-                       const float *meta, int pitch, int num_rows, int num_tiles, f8 *result,
-                       int has_zero) {
+INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                       int pitch, int num_rows, int num_tiles, f8 *result, int has_zero) {
     f8 sums[8];
-    const int num_groups = m->num_groups, record_bytes = m->record_bytes;
+    const int num_groups = m->num_groups, record_bytes = has_zero ? 160 : 144;
     const float offset = m->offset;
     for (int i = 0; i < num_tiles * num_rows; i++) sums[i] = f8_all(0);
     for (int g = 0; g < num_groups; g++) {
@@ -73,7 +72,7 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes,
         for (int v = 0; v < 4; v++) {
             __m256i low[2], high[2];
             for (int t = 0; t < num_tiles; t++) {
-                __m256i codes = _mm256_loadu_si256((const __m256i *)(w + t * tile_bytes + 32 * v));
+                __m256i codes = _mm256_loadu_si256((const __m256i *)(w + t * record_bytes + 32 * v));
                 low[t] = low_halves(codes);
                 high[t] = high_halves(codes);
             }
@@ -88,17 +87,17 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes,
         }
         f8 scale[2], zero[2];
         for (int t = 0; t < num_tiles; t++) {
-            const uint16_t *scales = (const uint16_t *)(w + t * tile_bytes + 128);
+            const uint16_t *scales = (const uint16_t *)(w + t * record_bytes + 128);
             scale[t] = f8_from_half(scales);
             zero[t] = has_zero ? f8_from_half(scales + PN_TILE) : f8_all(0);
-            prefetch_record(w + t * tile_bytes, 160);
         }
+        prefetch_record(w, num_tiles * record_bytes);
         for (int r = 0; r < num_rows; r++)
             for (int t = 0; t < num_tiles; t++)
                 sums[r * num_tiles + t] =
                     add_group(sums[r * num_tiles + t], WIDEN(dot[r][t], 1), scale[t], zero[t],
                               meta + 4 * r, offset, has_zero);
-        w += record_bytes;
+        w += num_tiles * record_bytes;
         q += pitch * PN_GROUP;
         meta += pitch * 4;
     }
@@ -150,9 +149,9 @@ INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
 #else /* portable */
 
 INLINE void block_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
-                      int pitch, int num_rows, int stride, f8 *sums, int has_zero) {
+                      int pitch, int num_rows, int num_tiles, f8 *sums, int has_zero) {
     int is_4bit = m->bits == 4, code_bytes = is_4bit ? 128 : 256;
-    for (int r = 0; r < num_rows; r++) sums[r * stride] = f8_all(0);
+    for (int r = 0; r < num_rows; r++) sums[r * num_tiles] = f8_all(0);
     for (int g = 0; g < m->num_groups; g++) {
         f8 scale = f8_from_half((const uint16_t *)(w + code_bytes));
         f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + code_bytes + 16)) : f8_all(0);
@@ -169,7 +168,7 @@ INLINE void block_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, con
                 dot[n] = total;
             }
             const float *row_meta = meta + 4 * r;
-            f8 value = __builtin_convertvector(dot, f8), *sum = sums + r * stride;
+            f8 value = __builtin_convertvector(dot, f8), *sum = sums + r * num_tiles;
             if (has_zero) {
                 *sum += zero * f8_all(row_meta[2]);
             } else {
@@ -177,17 +176,17 @@ INLINE void block_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, con
             }
             *sum += value * (scale * f8_all(row_meta[0]));
         }
-        w += m->record_bytes;
+        w += num_tiles * m->record_bytes;
         q += pitch * PN_GROUP;
         meta += pitch * 4;
     }
 }
 
-INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
-                       const float *meta, int pitch, int num_rows, int num_tiles, f8 *sums,
-                       int has_zero) {
+INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                       int pitch, int num_rows, int num_tiles, f8 *sums, int has_zero) {
     for (int t = 0; t < num_tiles; t++)
-        block_any(m, w + t * tile_bytes, q, meta, pitch, num_rows, num_tiles, sums + t, has_zero);
+        block_any(m, w + t * m->record_bytes, q, meta, pitch, num_rows, num_tiles, sums + t,
+                  has_zero);
 }
 
 INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
@@ -205,18 +204,18 @@ INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
     case 3: call(3, has_zero); return; \
     default: call(4, has_zero); return;\
     }
-#define CALL_PAIR(n, has_zero) block_4bit(m, w, tile_bytes, q, meta, pitch, n, 2, sums, has_zero)
-#define CALL_SINGLE(n, has_zero) block_4bit(m, w, tile_bytes, q, meta, pitch, n, 1, sums, has_zero)
+#define CALL_PAIR(n, has_zero) block_4bit(m, w, q, meta, pitch, n, 2, sums, has_zero)
+#define CALL_SINGLE(n, has_zero) block_4bit(m, w, q, meta, pitch, n, 1, sums, has_zero)
 #define CALL_8BIT(n, has_zero) block_8bit(m, w, q, meta, pitch, n, sums, has_zero)
 
-static void pair_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
-                      const float *meta, int pitch, int num_rows, f8 *sums) {
+static void pair_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                      int pitch, int num_rows, f8 *sums) {
     if (m->flags & PN_HAS_ZERO) FOR_ROWS(CALL_PAIR, 1)
     FOR_ROWS(CALL_PAIR, 0)
 }
 
-static void single_4bit(const pn_matrix *m, const uint8_t *w, int64_t tile_bytes, const int8_t *q,
-                        const float *meta, int pitch, int num_rows, f8 *sums) {
+static void single_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
+                        int pitch, int num_rows, f8 *sums) {
     if (m->flags & PN_HAS_ZERO) FOR_ROWS(CALL_SINGLE, 1)
     FOR_ROWS(CALL_SINGLE, 0)
 }
@@ -227,23 +226,23 @@ static void single_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, c
     FOR_ROWS(CALL_8BIT, 0)
 }
 
-/* sums[r][t] of up to 4 rows of block `block` from row `row` on, and of one or two tiles. */
+/* sums[r][t] of up to 4 rows of block `block` from row `row` on, and of one or two tiles; with 4
+ * bits two tiles begin with an even one, and one alone is the last. */
 static void multiply_tiles(const pn_matrix *m, int tile, int num_tiles, const pn_activations *x,
                            int64_t block, int row, int num_rows, f8 sums[4][2]) {
-    int64_t tile_bytes = (int64_t)m->num_groups * m->record_bytes;
-    const uint8_t *w = m->data + tile * tile_bytes;
+    const uint8_t *w = pn_first_record(m, tile);
     int64_t record = block * m->num_groups * x->pitch + row;
     const int8_t *q = x->codes + record * PN_GROUP;
     const float *meta = x->meta + record * 4;
     f8 flat[8];
     if (m->bits == 4 && num_tiles == 2) {
-        pair_4bit(m, w, tile_bytes, q, meta, x->pitch, num_rows, flat);
+        pair_4bit(m, w, q, meta, x->pitch, num_rows, flat);
         for (int r = 0; r < num_rows; r++) sums[r][0] = flat[2 * r], sums[r][1] = flat[2 * r + 1];
         return;
     }
-    for (int t = 0; t < num_tiles; t++, w += tile_bytes) {
+    for (int t = 0; t < num_tiles; t++, w += (int64_t)m->num_groups * m->record_bytes) {
         if (m->bits == 4) {
-            single_4bit(m, w, tile_bytes, q, meta, x->pitch, num_rows, flat);
+            single_4bit(m, w, q, meta, x->pitch, num_rows, flat);
         } else {
             single_8bit(m, w, q, meta, x->pitch, num_rows, flat);
         }
@@ -276,8 +275,8 @@ INLINE f8 scaled(const pn_matrix *m, f8 sum, int tile) {
     return value;
 }
 
-/* Tiles [first_tile, end_tile) for all rows. PN_GATED: tiles alternate gate, up; the range is
- * even, and what is stored is activation(gate) * up, num_out outputs in all. */
+/* Tiles [first_tile, end_tile) for all rows; first_tile is even. PN_GATED: tiles alternate gate,
+ * up; and what is stored is activation(gate) * up, num_out outputs in all. */
 void pn_matmul_tiles(const pn_matrix *m, const pn_activations *x, int num_rows, int first_tile,
                      int end_tile, const pn_epilogue *e) {
     f8 sums[4][2];
@@ -343,7 +342,7 @@ PN_EXPORT int pn_matmul(pn_pool *pool, const pn_matrix *matrix, const float *x, 
         int tasks = pn_pool_threads(pool) * 6;
         int tiles = (matrix->num_tiles + tasks - 1) / tasks;
         if (num_rows > PN_ROW_BLOCK && tiles > 16) tiles = 16; /* stay in the L2 cache */
-        if (epilogue->mode == PN_GATED) tiles += tiles % 2;
+        tiles += tiles % 2; /* pairs stay together */
         product_call call = {matrix, x, epilogue, input, num_rows, tiles};
         int32_t num_tasks[2] = {(num_rows + PN_ROW_BLOCK - 1) / PN_ROW_BLOCK,
                                 (matrix->num_tiles + tiles - 1) / tiles};

@@ -44,22 +44,21 @@ static uint16_t float_to_half(float value) { /* nearest, ties to even */
 /* Rows [first_row, first_row + num_rows) of the matrix: codes [num_rows][num_in], scale and zero
  * (or NULL) [num_rows][num_groups] already divided by post_scale. Row r goes to packed row
  * first_row + (r / PN_TILE * tile_step * PN_TILE) + r % PN_TILE: tile_step 2 interleaves two
- * matrices tile by tile. `data` must be zero before the first call. */
-PN_EXPORT void pn_pack_rows(uint8_t *data, int bits, int flags, const uint8_t *codes,
-                            const float *scale, const float *zero, int num_rows, int num_in,
-                            int num_groups, int first_row, int tile_step) {
-    int code_bytes = bits == 4 ? 128 : 256;
-    int record_bytes = code_bytes + (flags & PN_HAS_ZERO ? 32 : 16);
+ * matrices tile by tile. The matrix must be zero before the first call. */
+PN_EXPORT void pn_pack_rows(const pn_matrix *m, const uint8_t *codes, const float *scale,
+                            const float *zero, int num_rows, int first_row, int tile_step) {
+    int code_bytes = m->bits == 4 ? 128 : 256, num_in = m->num_in, num_groups = m->num_groups;
     for (int r = 0; r < num_rows; r++) {
         int64_t row = first_row + (int64_t)(r / PN_TILE) * tile_step * PN_TILE + r % PN_TILE;
         int lane = (int)(row % PN_TILE);
-        uint8_t *record = data + row / PN_TILE * num_groups * record_bytes;
+        uint8_t *record = pn_first_record(m, (int)(row / PN_TILE));
+        int64_t stride = pn_record_stride(m, (int)(row / PN_TILE));
         const uint8_t *from = codes + (int64_t)r * num_in;
-        for (int g = 0; g < num_groups; g++, record += record_bytes) {
+        for (int g = 0; g < num_groups; g++, record += stride) {
             int left = num_in - g * PN_GROUP;
             for (int k = 0; k < PN_GROUP && k < left; k++) {
                 uint8_t code = from[g * PN_GROUP + k];
-                if (bits == 4) {
+                if (m->bits == 4) {
                     uint8_t *byte = record + (k / 8) * 32 + lane * 4 + k % 4;
                     *byte |= (uint8_t)((code & 15) << (k & 4));
                 } else {
@@ -69,7 +68,7 @@ PN_EXPORT void pn_pack_rows(uint8_t *data, int bits, int flags, const uint8_t *c
             uint16_t *scales = (uint16_t *)(record + code_bytes);
             int64_t at = (int64_t)r * num_groups + g;
             scales[lane] = float_to_half(scale[at]);
-            if (flags & PN_HAS_ZERO) scales[PN_TILE + lane] = float_to_half(zero[at]);
+            if (m->flags & PN_HAS_ZERO) scales[PN_TILE + lane] = float_to_half(zero[at]);
         }
     }
 }
@@ -77,9 +76,9 @@ PN_EXPORT void pn_pack_rows(uint8_t *data, int bits, int flags, const uint8_t *c
 /* Row `row` as floats [num_in]. */
 PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
     int lane = row % PN_TILE, code_bytes = matrix->bits == 4 ? 128 : 256;
-    const uint8_t *record = matrix->data + (int64_t)(row / PN_TILE) * matrix->num_groups *
-                                               matrix->record_bytes;
-    for (int g = 0; g < matrix->num_groups; g++, record += matrix->record_bytes) {
+    const uint8_t *record = pn_first_record(matrix, row / PN_TILE);
+    int64_t stride = pn_record_stride(matrix, row / PN_TILE);
+    for (int g = 0; g < matrix->num_groups; g++, record += stride) {
         const uint16_t *scales = (const uint16_t *)(record + code_bytes);
         float scale = half_to_float(scales[lane]);
         float zero = matrix->flags & PN_HAS_ZERO ? half_to_float(scales[PN_TILE + lane]) : 0.0f;

@@ -3,7 +3,9 @@
  * Portable C11 with the vector extensions that GCC and Clang share. Where a function has a form for
  * AVX2 (and VNNI), the portable form beside it means the same; -DPARLEY_SCALAR selects it.
  *
- * Packed matrix [N, K]: tiles of 8 outputs; in a tile one record for each group of 32 inputs:
+ * Packed matrix [N, K]: tiles of 8 outputs; in a tile one record for each group of 32 inputs. With
+ * 4 bits two tiles are read together, so their records alternate (an odd last tile is alone), and
+ * memory is read from front to back:
  *
  *   4 bits  | 128 bytes of codes | float16 scale[8] | float16 zero[8], only with PN_HAS_ZERO |
  *   8 bits  | 256 bytes of codes | float16 scale[8] | float16 zero[8], only with PN_HAS_ZERO |
@@ -190,6 +192,16 @@ typedef struct {
     int32_t record_bytes;
     float offset, post_scale;
 } pn_matrix;
+
+/* From a tile's record to the one of its next group, and where its first is. */
+static inline int64_t pn_record_stride(const pn_matrix *m, int tile) {
+    return m->bits == 4 && (tile | 1) < m->num_tiles ? 2 * m->record_bytes : m->record_bytes;
+}
+static inline uint8_t *pn_first_record(const pn_matrix *m, int tile) {
+    int is_paired = pn_record_stride(m, tile) > m->record_bytes;
+    int64_t start = (int64_t)(is_paired ? tile & ~1 : tile) * m->num_groups * m->record_bytes;
+    return (uint8_t *)m->data + start + (is_paired ? (tile & 1) * m->record_bytes : 0);
+}
 
 typedef struct {
     pn_matrix query_key_value, attention_output, gate_up, down; /* gate_up: tiles alternate */
