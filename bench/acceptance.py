@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80, help="of an answer, at most")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--sets", default="spoken,general", help="of prompts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     sets = {
@@ -198,6 +199,7 @@ def main() -> None:
             [ChatMessage("user", text)] for text in general_prompts(options.prompts, options.count)
         ],
     }
+    sets = {name: sets[name] for name in options.sets.split(",")}
     num_sequences = max(map(len, sets.values()))
     engine_config = EngineConfig(
         model_path=options.model,

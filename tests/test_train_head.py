@@ -12,6 +12,7 @@ import torch
 from llm_core.batch import Segment
 from llm_core.errors import InvalidRequestError, ModelLoadError
 from llm_core.job_options import HeadKind, HeadProgress, TrainHeadOptions
+from llm_core.loading.safetensors import SafetensorsFile
 from llm_core.messages import EngineConfig
 from llm_core.model_files import open_model
 from llm_core.model_jobs import train_head
@@ -76,11 +77,13 @@ def test_a_later_run_adds_to_the_data_and_goes_on_from_the_weights(
     first = train_head(options_for(tiny, tmp_path, "eagle3"), lambda *_: None, lambda _: None)
     (tmp_path / "out").rename(tmp_path / "first")
     seen: list[HeadProgress] = []
-    # More time than the first run had: that one counts as interrupted.
-    again = options_for(tiny, tmp_path, "eagle3", train_s=1.0)
+    # More time than the first run took: that one counts as interrupted.
+    with SafetensorsFile(next((tmp_path / "data").glob("*/head-eagle3/state.safetensors"))) as file:
+        taken_s = float(file.read("elapsed_s")[0])
+    again = options_for(tiny, tmp_path, "eagle3", train_s=taken_s + 0.2)
     second = train_head(again, lambda *_: None, seen.append)
     assert second.num_answer_tokens > first.num_answer_tokens
-    assert seen[0].step == first.num_steps + 1 and seen[0].elapsed_s > 0.5
+    assert seen[0].step == first.num_steps + 1 and seen[0].elapsed_s > taken_s
     files = corpus_files(next((tmp_path / "data").iterdir()))
     assert len({read_conversations(path)[0].token_ids.__repr__() for path in files}) == len(files)
 

@@ -212,7 +212,7 @@ class EagleHead:
         if not self._is_eagle3:
             return features
         if self.config.normalises_features:
-            taps = features.unflatten(-1, (-1, self.config.hidden_size))
+            taps = features.view(-1, len(self.config.feature_layers), self.config.hidden_size)
             features = functional.rms_norm(
                 taps, (self.config.hidden_size,), eps=self.config.rms_eps
             ).flatten(-2)
@@ -296,11 +296,13 @@ class EagleHead:
 
     def _heads(self, name: str, x: torch.Tensor, rotations: torch.Tensor | None) -> torch.Tensor:
         values = functional.linear(x, self.weights[f"{_ATTENTION}{name}.weight"])
-        heads = values.unflatten(-1, (-1, self.config.head_dim))
+        num_heads = values.shape[-1] // self.config.head_dim
+        heads = values.view(len(values), num_heads, self.config.head_dim)
         if rotations is None:
             return heads
-        pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * rotations).flatten(-2)
+        pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], self.config.head_dim // 2, 2))
+        turned = torch.view_as_real(pairs * rotations)
+        return turned.flatten(-2)
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight = self.weights[f"{name}.weight"]

@@ -104,7 +104,7 @@ def write_head(directory: Path, head: HeadFile, *, is_int8: bool) -> None:
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float [N, K] -> codes int8 [N, K] and scale float16 [N, K / 32]: w is about code * scale."""
-    groups = weight.float().unflatten(1, (-1, _GROUP))
+    groups = weight.float().view(len(weight), -1, _GROUP)
     scale = (groups.abs().amax(-1) / _LARGEST_CODE).half()
     divisor = torch.where(scale > 0, scale.float(), 1.0)
     codes = (groups / divisor.unsqueeze(-1)).round().clamp(-_LARGEST_CODE, _LARGEST_CODE)
@@ -210,7 +210,8 @@ def _read_tensor(file: SafetensorsFile, key: str) -> torch.Tensor:
         if scale is None or scale.shape != expected:
             raise ModelLoadError(f"{name}: {key} has codes, but no {key}_scale of {expected}")
         scales = file.read(f"{key}_scale").float()
-        value = (value.unflatten(1, (-1, _GROUP)).float() * scales.unsqueeze(-1)).flatten(1)
+        groups = value.view(len(value), -1, _GROUP)
+        value = (groups.float() * scales.unsqueeze(-1)).flatten(1)
     elif not value.is_floating_point():
         raise ModelLoadError(f"{name}: tensor {key} is {value.dtype}, expected floats or int8")
     value = value.float()

@@ -76,14 +76,14 @@ def read_conversations(path: Path) -> list[Conversation]:
     sizes = lengths.tolist()
     if sum(sizes) != len(token_ids) or len(is_answer) != len(token_ids):
         raise ModelLoadError(f"{path.name}: the lengths do not add up to its tokens")
-    parts = [None] * len(sizes) if features is None else features.split(sizes)
+    parts = [None] * len(sizes) if features is None else torch.split(features, sizes)
     return [
         Conversation(
             ids.tolist(), said.bool().tolist(), temperature, None if rows is None else rows[:-1]
         )
         for ids, said, temperature, rows in zip(
-            token_ids.split(sizes),
-            is_answer.split(sizes),
+            torch.split(token_ids, sizes),
+            torch.split(is_answer, sizes),
             temperatures.tolist(),
             parts,
             strict=True,

@@ -40,7 +40,7 @@ def ridge_start(
     assert config.has_embedding_proj and config.has_hidden_proj and config.normalises_features
     hidden, num_features = config.hidden_size, config.num_features
     solution = _regressed(config, examples, teacher)
-    features_part, embedding_part = solution.split([num_features, hidden], 1)
+    features_part, embedding_part = torch.split(solution, [num_features, hidden], 1)
 
     # A draft after a draft: from the guess itself instead of the features.
     gram, cross = torch.zeros(hidden, hidden), torch.zeros(hidden, hidden)
@@ -71,7 +71,7 @@ def eagle1_start(
     """All tensors of an EAGLE-1 head. It has no norm before attention: the target's goes into the
     projections."""
     hidden = config.hidden_size
-    features_part, embedding_part = _regressed(config, examples, teacher).split(hidden, 1)
+    features_part, embedding_part = torch.split(_regressed(config, examples, teacher), hidden, 1)
     tensors = {
         "fc.weight": torch.cat([embedding_part, features_part], 1),
         "fc.bias": torch.zeros(hidden),
@@ -142,7 +142,7 @@ def _rows(
         inputs, outputs = [], []
         for example in examples[first : first + _CHUNK]:
             at = example.anchors[example.num_steps >= 2] + step
-            taps = example.features[at].float().unflatten(1, (-1, hidden))
+            taps = example.features[at].float().view(len(at), len(config.feature_layers), hidden)
             if config.normalises_features:
                 taps = functional.rms_norm(taps, (hidden,), eps=config.rms_eps)
             taps = taps.flatten(1)
@@ -155,4 +155,5 @@ def _solve(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     """(gram + penalty) \\ cross; each input's penalty follows its own scale."""
     scale = gram.diagonal().clamp_min(1e-9)
     damped = gram + torch.diag(_PENALTY * scale)
-    return torch.linalg.solve(damped.double(), cross.double()).float()
+    solution: torch.Tensor = torch.linalg.solve(damped.double(), cross.double())
+    return solution.float()

@@ -37,14 +37,14 @@ _ANSWER_LENGTHS = (40, 150)
 _USER_PARAMS = SamplingParams(temperature=0.9, top_k=200)
 _TEMPERATURES = ((0.0, 0.3), (0.2, 0.2), (0.7, 0.35), (1.0, 0.15))
 _NUM_TURNS = ((1, 0.5), (2, 0.3), (3, 0.2))
-_SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.6, 0.15
+_SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.5, 0.25
 _LARGEST = torch.finfo(torch.float16).max
 _T = TypeVar("_T")
 _SHARE_OF_GIVEN = 1.0  # as much as all others together
 _OPENING_KINDS: tuple[tuple[Sequence[str], float], ...] = (
-    (SPOKEN_OPENINGS, 0.5),
-    (CASED_OPENINGS, 0.25),
-    (GENERAL_OPENINGS, 0.25),
+    (SPOKEN_OPENINGS, 0.4),
+    (CASED_OPENINGS, 0.2),
+    (GENERAL_OPENINGS, 0.4),
 )
 
 
@@ -228,7 +228,7 @@ class SelfTalk:
         features = stored_features(result.features)
         if features is not None:
             lengths = [segment.length for segment in segments]
-            for stream, rows in zip(streams, features.split(lengths), strict=True):
+            for stream, rows in zip(streams, torch.split(features, lengths), strict=True):
                 stream.features.append(rows)
         for stream in streams:
             stream.start = len(stream.ids)
@@ -285,5 +285,4 @@ def stored_features(features: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _pick(rng: random.Random, choices: Sequence[tuple[_T, float]]) -> _T:
-    values, weights = zip(*choices, strict=True)
-    return rng.choices(values, weights)[0]
+    return rng.choices([value for value, _ in choices], [weight for _, weight in choices])[0]

@@ -64,7 +64,9 @@ def unrolled(
     query = head.query(x[at], head.rotations[positions[at]])
 
     opened, row = [], 0
-    for example, key, value in zip(batch, keys.split(sizes), values.split(sizes), strict=True):
+    for example, key, value in zip(
+        batch, torch.split(keys, sizes), torch.split(values, sizes), strict=True
+    ):
         count = len(example.anchors)
         rows = torch.arange(row, row + count)
         opened.append(_Open(example, (key, value), [], example.anchors, example.num_steps, rows))
@@ -85,7 +87,9 @@ def unrolled(
         query = head.query(x, rotations)
         keys, values = head.key_value(x, rotations)
         counts = [len(o.anchors) for o in opened]
-        for o, key, value in zip(opened, keys.split(counts), values.split(counts), strict=True):
+        for o, key, value in zip(
+            opened, torch.split(keys, counts), torch.split(values, counts), strict=True
+        ):
             o.own.append((key, value))
         output = head.output(residual, _attend_all(query, opened))
         outputs.append(_step_output(output, opened, step, hidden_size))
@@ -138,7 +142,7 @@ def _keep_some(
 
 def _attend_all(query: torch.Tensor, opened: Sequence[_Open]) -> torch.Tensor:
     """[A, query_size]; sequences do not see each other."""
-    parts = query.split([len(o.anchors) for o in opened])
+    parts = torch.split(query, [len(o.anchors) for o in opened])
     return torch.cat([_attend(q, o) for q, o in zip(parts, opened, strict=True)])
 
 
@@ -149,17 +153,15 @@ def _attend(query: torch.Tensor, o: _Open) -> torch.Tensor:
     num_kv_heads = key.shape[1]
     shape = (num_kv_heads, num_heads // num_kv_heads, num_rows)
     # [kv head, query heads that share it, row, head_dim]
-    grouped = query.unflatten(1, shape[:2]).permute(1, 2, 0, 3) * head_dim**-0.5
-    past = grouped.flatten(1, 2) @ key.permute(1, 2, 0)
-    past = past.unflatten(1, shape[1:])
+    grouped = query.view(num_rows, *shape[:2], head_dim).permute(1, 2, 0, 3) * head_dim**-0.5
+    past = (grouped.flatten(1, 2) @ key.permute(1, 2, 0)).view(*shape, len(key))
     hides = torch.arange(len(key)) > o.anchors.unsqueeze(1)
-    past = past.masked_fill(hides, float("-inf"))
-    scores = [past]
+    scores = [past.masked_fill(hides, float("-inf"))]
     for own_key, _ in o.own:
         scores.append((grouped * own_key.transpose(0, 1).unsqueeze(1)).sum(-1, keepdim=True))
     weights = torch.cat(scores, -1).softmax(-1)
     seen = weights[..., : len(key)].flatten(1, 2) @ value.transpose(0, 1)
-    result = seen.unflatten(1, shape[1:])
+    result: torch.Tensor = seen.view(*shape, head_dim)
     for step, (_, own_value) in enumerate(o.own):
         weight = weights[..., len(key) + step].unsqueeze(-1)
         result = result + weight * own_value.transpose(0, 1).unsqueeze(1)
