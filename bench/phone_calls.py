@@ -10,21 +10,38 @@ a recording of both sides at the caller's ear, which has the line's frames and r
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import socket
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from app.server_process import own_server
+
 GOAL_MS = 550
 
 
-def calls(files: list[Path], provider: str) -> list[dict[str, Any]]:
-    """What ``parley call --json`` says of each turn. Its server is started once, for all files."""
-    command = [sys.executable, "-m", "app", "call", "--json", "--provider", provider]
-    done = subprocess.run([*command, *map(str, files)], stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+async def calls(files: list[Path], provider: str) -> list[dict[str, Any]]:
+    """What ``parley call --json`` says of each call to one server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    results = []
+    async with own_server(home=None, settings={"PARLEY_AUDIOSOCKET_PORT": port}) as server:
+        where = ["--url", server.url]
+        where += ["--audiosocket-port", port] if provider == "audiosocket" else []
+        command = [sys.executable, "-m", "app", "call", "--json", "--provider", provider, *where]
+        for file in files:
+            process = await asyncio.create_subprocess_exec(
+                *command, str(file), stdout=asyncio.subprocess.PIPE
+            )
+            out, _ = await process.communicate()
+            results += [json.loads(line) for line in out.splitlines()]
+    return results
 
 
 def row(name: str, values: list[float]) -> str:
@@ -40,7 +57,7 @@ def main() -> None:
     parser.add_argument("--provider", default="twilio")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
-    results = calls(options.files * options.rounds, options.provider)
+    results = asyncio.run(calls(options.files * options.rounds, options.provider))
     turns = [turn for result in results for turn in result.get("turns", [])]
     account = [t["voice_to_voice_ms"] for t in turns if t["voice_to_voice_ms"] is not None]
     heard = [t["gap_in_recording_ms"] for t in turns if t.get("gap_in_recording_ms") is not None]
