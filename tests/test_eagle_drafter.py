@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
+from llm_core.messages import RequestOptions, SamplingParams
 from llm_core.runner import ModelRunner
 from llm_core.speculative.control import FixedController
 from llm_core.speculative.draft_head import HeadBatch
@@ -17,7 +18,7 @@ from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.tree import DraftTree
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, tiny_config
-from tests.test_engine import assert_nothing_left, drain, make_engine, submit
+from tests.test_engine import assert_nothing_left, drain, make_engine, submit, user
 from tests.tiny_model import TOKENS
 
 CONFIG = tiny_config(vocab_size=len(TOKENS), context_len=160, hidden_size=32, num_heads=2)
@@ -80,7 +81,14 @@ def test_drafts_follow_from_real_features_of_all_that_was_said(block_size: int) 
     engine.speculate(drafter, FixedController(DraftShape(DEPTH, DEPTH)))
     submit(engine, 1, "hello", max_tokens=12, ignore_eos=True)
     engine.step()
-    submit(engine, 2, "tell me what the user is", max_tokens=12, ignore_eos=True)
+    # A shared prefix would be right but for its last position, which knows another next token.
+    engine.submit(
+        2,
+        user("tell me what the user is"),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        received_ns=0,
+        options=RequestOptions(cache_salt="another tenant"),
+    )
     list(drain(engine))
     assert_nothing_left(engine)
     assert len(seen) > 12
