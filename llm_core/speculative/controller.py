@@ -25,6 +25,7 @@ _FORGET = 0.995
 _GAIN_WEIGHT = 0.08  # of the newest step
 _LEAST_GAIN = 1.01
 _TRIAL_STEPS, _PAUSE_STEPS = 3, 60
+_OUTLIER, _RISE = 3.0, 1.1  # drafts that take so much longer than known; how fast that is learnt
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
 
 
@@ -123,12 +124,18 @@ class AutoController:
         ]
 
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
-        self._draft_ns = duration_ns
         depth = max((max(tree.depths, default=0) for tree in trees), default=0) + 1
         record, step_ns = self._record, duration_ns / depth
-        if record.draft_step_ns == 0:
+        known_ns = record.draft_step_ns
+        if known_ns == 0:
             record.draft_step_ns = step_ns
-        record.draft_step_ns += 0.1 * (step_ns - record.draft_step_ns)
+        elif step_ns > _OUTLIER * known_ns:
+            # A head reads a prompt before its first draft: once a reply, and no price of drafts.
+            record.draft_step_ns *= _RISE
+        else:
+            weight = 0.5 if step_ns < known_ns else 0.1
+            record.draft_step_ns += weight * (step_ns - known_ns)
+            self._draft_ns = duration_ns
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         rows = set(accepted)

@@ -196,8 +196,10 @@ class EagleDrafter:
         sequence, end = row.sequence, row.start + row.length
         reading = self._readings.get(sequence.seq_id)
         if reading is not None and row.start != reading.end:
+            # A prompt that was read ahead computes its last row once more when it is answered. What
+            # was preempted begins with cached blocks again.
             reading.cut(row.start)
-            if reading.end != row.start:  # it was preempted, and begins with cached blocks again
+            if reading.end != row.start or row.start < sequence.prompt_len - 1:
                 reading = None
         if reading is None:
             reading = self._open(sequence, row.start)
