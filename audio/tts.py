@@ -85,7 +85,7 @@ class Synthesizer:
         config = _config(voice)
         self._net = VoiceNet(voice, num_threads)
         # It turns text into ids; its own session is never run.
-        self._phonemes = PiperVoice(session=None, config=config)  # type: ignore[arg-type]
+        self._phonemes = PiperVoice(session=None, config=config)
         self._noise_scale = config.noise_scale if noise_scale is None else noise_scale
         self._noise_w_scale = config.noise_w_scale if noise_w_scale is None else noise_w_scale
         self._length_scale = config.length_scale
@@ -172,8 +172,8 @@ class Synthesizer:
                 num_frames = self._next_len(utterance, made_len) if is_urgent else 1_000_000
                 samples = finisher.feed(utterance.take(num_frames))
                 made_len += len(samples)
-                if not utterance.is_over and len(samples):
-                    num_left = (utterance.num_frames - utterance.num_made) * self._net.hop_len
+                num_left = (utterance.num_frames - utterance.num_made) * self._net.hop_len
+                if num_left and len(samples):
                     yield SpeechPiece(samples, made_len + num_left)
             samples = np.concatenate((samples, rest)) if len(rest := finisher.flush()) else samples
             made_len += len(rest)
