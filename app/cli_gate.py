@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.cli_models import HomeOption
+from app.cli_quantize import read_text
 from app.config import load_settings
 from app.engine_options import parse_options
 from app.errors import ParleyError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from app.bench.gate import GateResult
 
 _FAILED = 1
-_MAX_TEXT_BYTES = 1 << 24
 _SideArgument = Annotated[
     str, typer.Argument(help="MODEL,name=value,...; without a model the configured one.")
 ]
@@ -67,7 +67,7 @@ def gate(
                 settings,
                 limits,
                 num_rounds=rounds,
-                text=_read(text),
+                text=read_text(text),
                 voice_turns=voice,
                 progress=lambda note: notes.print(note, style="dim", markup=False),
             )
@@ -80,19 +80,6 @@ def gate(
         _show(result, Console(highlight=False))
     if not result.passed:
         raise typer.Exit(_FAILED)
-
-
-def _read(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise ParleyError(f"{path}: larger than {_MAX_TEXT_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ParleyError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ParleyError(f"{path}: is not text in UTF-8") from error
 
 
 def _show(result: GateResult, console: Console) -> None:

@@ -22,8 +22,9 @@ from audio.clause_rules import CLOSERS
 from audio.errors import AudioError, ModelError
 from audio.frame import Samples
 from audio.normalize import normalize
+from audio.onnx_session import ORT_ERRORS
 from audio.voice_finish import Finisher, gain_for
-from audio.voice_net import ORT_ERRORS, Utterance, VoiceNet
+from audio.voice_net import Utterance, VoiceNet
 
 _FAILURES: tuple[type[Exception], ...] = (*ORT_ERRORS, ValueError, OSError)
 

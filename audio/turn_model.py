@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 from faster_whisper.feature_extractor import FeatureExtractor
 
 from audio.errors import ModelError
 from audio.frame import SPEECH_RATE, Samples
+from audio.onnx_session import open_session
 
 WINDOW_S = 8
 NUM_MELS, NUM_FRAMES = 80, WINDOW_S * 100
@@ -26,17 +26,11 @@ class TurnModel:
 
     def __init__(self, path: Path, num_threads: int = 1) -> None:
         """Raises ModelError when ``path`` is no such model."""
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = num_threads
-        options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3
         try:
-            self._session = ort.InferenceSession(
-                path.read_bytes(), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime raises bare Exceptions of many kinds
+            model = path.read_bytes()
+        except OSError as error:
             raise ModelError(f"cannot load the turn model {path}: {error}") from error
+        self._session = open_session(model, num_threads, f"the turn model {path}")
         inputs = self._session.get_inputs()
         shape = inputs[0].shape[1:] if len(inputs) == 1 else None
         if shape != [NUM_MELS, NUM_FRAMES]:

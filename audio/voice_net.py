@@ -17,26 +17,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from audio.errors import ModelError
 from audio.frame import Samples
+from audio.onnx_session import open_session
 from audio.voice_graph import split_voice
-
-# They share no base but Exception.
-ORT_ERRORS: tuple[type[Exception], ...] = (
-    ort_errors.EPFail,
-    ort_errors.EngineError,
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NoModel,
-    ort_errors.NoSuchFile,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-    RuntimeError,
-)
 
 # Of a new cost per frame, in the running mean.
 _COST_WEIGHT = 0.2
@@ -55,15 +39,16 @@ class VoiceNet:
         self.decode_s = 0.001
         """What a frame costs the decoder, a running mean: it tells how busy the machine is."""
         self._flow_halo = parts.flow.halo
-        self._front = _session(parts.front.model, num_threads, path)
-        self._flow = _session(parts.flow.model, num_threads, path)
-        self._decoder = _session(parts.decoder.model, num_threads, path)
+        what = f"the voice {path}"
+        self._front = open_session(parts.front.model, num_threads, what)
+        self._flow = open_session(parts.flow.model, num_threads, what)
+        self._decoder = open_session(parts.decoder.model, num_threads, what)
 
     def open(self, phoneme_ids: list[int], scales: list[float], sid: int | None) -> Utterance:
         """What is to be said, not yet decoded.
 
         ``scales``: noise, length, noise of the durations. ``sid``: the speaker, if there are
-        several. Raises one of ORT_ERRORS.
+        several. Raises one of onnx_session.ORT_ERRORS.
         """
         feed: dict[str, NDArray[Any]] = {
             "input": np.array([phoneme_ids], np.int64),
@@ -114,7 +99,7 @@ class Utterance:
     def take(self, num_frames: int) -> Samples:
         """The next ``num_frames``, or what is left: samples float32 [frames * hop_len].
 
-        They are those of a run over the whole sentence. Raises one of ORT_ERRORS.
+        They are those of a run over the whole sentence. Raises one of onnx_session.ORT_ERRORS.
         """
         start, end = self.num_made, min(self.num_made + num_frames, self.num_frames)
         halo = self._net.halo_len
@@ -147,16 +132,3 @@ def _run(session: ort.InferenceSession, feed: dict[str, NDArray[Any]]) -> Sample
     known = {item.name for item in session.get_inputs()}
     made: Samples = session.run(None, {k: v for k, v in feed.items() if k in known})[0]
     return made
-
-
-def _session(model: bytes, num_threads: int, path: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    # Idle threads that spin take the core from the LLM and from other callers.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except ORT_ERRORS as error:
-        raise ModelError(f"{path} is not a readable ONNX voice: {error}") from error

@@ -11,45 +11,12 @@ import torch
 
 from kernels.native import Library
 from llm_core.batch import ForwardBatch, Segment
-from llm_core.config import YarnRope
 from llm_core.messages import KvDtype
 from llm_core.native_decoder import NativeDecoder, unsupported_reason
 from llm_core.quant.formats import Weight
 from tests.native_library import FORMS, native_library
 from tests.native_pair import NUM_BLOCKS, Pair, round_activations
-from tests.random_llama import random_tokens, random_weights, tiny_config
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied, narrow": {"tie_embeddings": True, "hidden_size": 40, "intermediate_size": 50},
-    "multi-query": {"num_heads": 9, "num_kv_heads": 1},
-    "heads for each": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 24},
-    "qwen2": {"attention_bias": True, "tie_embeddings": True},
-    "qwen3": {"qk_norm": True, "head_dim": 32},
-    "gemma2": {
-        "post_norms": True,
-        "activation": "gelu_tanh",
-        "embedding_scale": 8.0,
-        "attention_scale": 0.2,
-        "attention_softcap": 5.0,
-        "logit_softcap": 3.0,
-        "sliding_window": 9,
-        "layer_is_sliding": (True, False),
-        "tie_embeddings": True,
-    },
-    "gemma3": {
-        "post_norms": True,
-        "qk_norm": True,
-        "activation": "gelu_tanh",
-        "sliding_window": 20,
-        "layer_is_sliding": (False, True),
-        "local_rope_theta": 100.0,
-    },
-    "phi3": {
-        "rotary_dim": 12,
-        "rope_scaling": YarnRope(factor=2.0, original_context_len=64, attention_factor=1.1),
-    },
-}
+from tests.random_llama import FAMILIES, random_tokens, random_weights, tiny_config
 
 
 @pytest.fixture(params=FORMS)

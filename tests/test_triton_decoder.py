@@ -14,7 +14,7 @@ import torch
 from kernels import select_backend
 from kernels.gpu import OpsName, load_ops
 from llm_core.batch import ForwardBatch, Segment
-from llm_core.config import ModelConfig, YarnRope
+from llm_core.config import ModelConfig
 from llm_core.cuda_graphs import Capture
 from llm_core.cuda_weights import GpuFormat
 from llm_core.decoder import Decoder
@@ -25,44 +25,11 @@ from llm_core.quant.codes import GroupedCodes
 from llm_core.quant.formats import Weight, to_float
 from llm_core.quant.linear import FormatChoice
 from tests.fake_graph import RecordedRun
-from tests.random_llama import random_tokens, random_weights, tiny_config
+from tests.random_llama import FAMILIES, random_tokens, random_weights, tiny_config
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
 # float32 sums in another order, through two or three layers.
 TOLERANCE = {"atol": 5e-5, "rtol": 5e-5}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied, narrow": {"tie_embeddings": True, "hidden_size": 40, "intermediate_size": 50},
-    "multi-query": {"num_heads": 9, "num_kv_heads": 1},
-    "heads for each": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 24},
-    "qwen2": {"attention_bias": True, "tie_embeddings": True},
-    "qwen3": {"qk_norm": True, "head_dim": 32},
-    "gemma2": {
-        "post_norms": True,
-        "activation": "gelu_tanh",
-        "embedding_scale": 8.0,
-        "attention_scale": 0.2,
-        "attention_softcap": 5.0,
-        "logit_softcap": 3.0,
-        "sliding_window": 9,
-        "layer_is_sliding": (True, False),
-        "tie_embeddings": True,
-    },
-    "gemma3": {
-        "num_layers": 3,
-        "post_norms": True,
-        "qk_norm": True,
-        "activation": "gelu_tanh",
-        "sliding_window": 20,
-        "layer_is_sliding": (False, True, True),
-        "local_rope_theta": 100.0,
-    },
-    "phi3": {
-        "rotary_dim": 12,
-        "rope_scaling": YarnRope(factor=2.0, original_context_len=64, attention_factor=1.1),
-    },
-}
 
 
 @pytest.fixture

@@ -152,18 +152,7 @@ class EagleHead:
             if "lm_head.weight" in self.weights
             else target.head_rows(self._target_ids)
         )
-        self._layer = ModelConfig(
-            num_layers=1,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.draft_vocab_size,
-            context_len=max_context,
-            rms_eps=config.rms_eps,
-            rope_theta=config.rope_theta,
-        )
+        self._layer = config.layer(max_context)
         self.rotations = rope_tables(self._layer, max_context).of_layer(0)
         self._backend = select_backend("cpu")
 

@@ -29,6 +29,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from llm_core.config import ModelConfig
 from llm_core.job_options import HeadKind
 
 KINDS: tuple[HeadKind, ...] = ("eagle3", "eagle1", "medusa")
@@ -110,6 +111,21 @@ class HeadConfig:
     def kv_size(self) -> int:
         """Width of all key heads (or value heads) together."""
         return self.num_kv_heads * self.head_dim
+
+    def layer(self, context_len: int) -> ModelConfig:
+        """The head's one layer as a model, for what knows models: the cache and RoPE."""
+        return ModelConfig(
+            num_layers=1,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.draft_vocab_size,
+            context_len=context_len,
+            rms_eps=self.rms_eps,
+            rope_theta=self.rope_theta,
+        )
 
     def to_json(self) -> str:
         """What ``from_json`` reads."""

@@ -15,7 +15,6 @@ import torch
 
 from kernels.native import PackedMatrix
 from kernels.native import library as native
-from llm_core.config import ModelConfig
 from llm_core.kv_cache import KvCache
 from llm_core.native_decoder import (
     NativeDecoder,
@@ -38,7 +37,7 @@ def unsupported_head_reason(config: HeadConfig) -> str | None:
     """Why this head cannot run in compiled code; None if it can."""
     if config.kind != "eagle3":
         return f"heads of kind {config.kind} are torch's"
-    return unsupported_reason(_layer_config(config, context_len=1))
+    return unsupported_reason(config.layer(context_len=1))
 
 
 class NativeHead:
@@ -65,7 +64,7 @@ class NativeHead:
         self._memory = target.library.memory()
         self._kept: list[PackedMatrix | torch.Tensor] = []  # what the structure points at
         self._target_ids = target_ids(config, tensors).contiguous()
-        self._layer = _layer_config(config, max_context)
+        self._layer = config.layer(max_context)
         self._struct = self._make_struct(tensors, max_context)
         self._session = self._functions.pn_draft_session_create(target.pool.handle, self._struct)
         if not self._session:
@@ -249,19 +248,3 @@ class NativeHead:
         kept = values.contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
-
-
-def _layer_config(config: HeadConfig, context_len: int) -> ModelConfig:
-    """The head's one layer as a model, for what knows models: the cache and RoPE."""
-    return ModelConfig(
-        num_layers=1,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.draft_vocab_size,
-        context_len=context_len,
-        rms_eps=config.rms_eps,
-        rope_theta=config.rope_theta,
-    )

@@ -1,0 +1,37 @@
+"""ONNX networks as all of this package runs them: on the CPU, with threads that sleep when idle."""
+
+from __future__ import annotations
+
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from audio.errors import ModelError
+
+# They share no base but Exception.
+ORT_ERRORS: tuple[type[Exception], ...] = (
+    ort_errors.EPFail,
+    ort_errors.EngineError,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NoModel,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+    RuntimeError,
+)
+
+
+def open_session(model: bytes, num_threads: int, what: str) -> ort.InferenceSession:
+    """The network of an ONNX file's content. Raises ModelError, naming ``what``."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    # Idle threads that spin take the core from the LLM and from other callers.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    try:
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except ORT_ERRORS as error:
+        raise ModelError(f"cannot load {what}: no readable ONNX file: {error}") from error
