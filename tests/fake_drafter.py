@@ -75,8 +75,9 @@ class GuessingDrafter:
             self.known_len[row.sequence.seq_id] = row.start + row.length
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        known = self.known_len.get(sequence.seq_id, 0)
-        self.known_len[sequence.seq_id] = min(known, length)
+        known = self.known_len.get(sequence.seq_id)
+        if known is not None:  # else its first rows may lie behind what the prefix cache has
+            self.known_len[sequence.seq_id] = min(known, length)
 
     def close(self, sequence: TokenSequence) -> None:
         assert sequence.block_ids or not sequence.computed_len
