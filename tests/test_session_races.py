@@ -61,16 +61,16 @@ async def test_closed_in_the_round_in_which_a_held_answer_is_taken() -> None:
     async with call(ScriptedEngine(LONG), "Hello?") as c:
         await c.hear(voice(0.6) + silence(0.3))
         assert c.session._ahead._answer is not None, "the answer is held"
-        spawn, closing = c.session._spawn, []
+        start, closing = c.session._tasks.start, []
 
-        def spawn_and_close(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-            task = spawn(work)
+        def start_and_close(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            task = start(work)
             if work.__qualname__ == "Session._run_turn":  # before its first step
                 closing.append(asyncio.ensure_future(c.session.close()))
                 task.cancel()
             return task
 
-        c.session._spawn = spawn_and_close  # type: ignore[method-assign]
+        c.session._tasks.start = start_and_close  # type: ignore[method-assign]
         await c.hear(silence(0.4))
         assert closing
     # `call` checks that no task and no generation is left.
