@@ -158,7 +158,7 @@ class Settings(BaseSettings):
         description="keep a second engine process, without a model, for when the first one dies",
     )
     llm_speculation: str = Field(
-        default="auto",
+        default="off",  # on two cores drafts have not paid yet: docs/benchmarks.md
         min_length=1,
         description="who drafts: auto (the head that comes with the model), off, ngram, or the "
         "path of a draft head or of a smaller model",

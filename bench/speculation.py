@@ -32,11 +32,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from app.config import DEFAULT_INSTRUCTIONS as INSTRUCTIONS
 from llm_core.chat_template import ChatTemplate
 from llm_core.config import ModelConfig
 from llm_core.engine import Engine
 from llm_core.loading.weights import weight_shapes
-from llm_core.messages import ChatMessage, EngineConfig, GenerationDone, SamplingParams
+from llm_core.messages import (
+    ChatMessage,
+    EngineConfig,
+    GenerationDone,
+    RequestOptions,
+    SamplingParams,
+)
 from llm_core.model_files import open_model
 from llm_core.native_decoder import NativeDecoder
 from llm_core.quant.codes import GroupedCodes
@@ -129,8 +136,12 @@ def say(
             mode.drafter, mode.controller, max_context=context_len, clock=time.perf_counter_ns
         )
     sequences = []
+    # A prefix that a mode without a head has cached is one that a head has not read; and a reply
+    # that was said before is no new one.
+    options = RequestOptions(cache_salt=str(first_id))
     for number, prompt in enumerate(prompts, first_id):
-        engine.submit(number, [ChatMessage("user", prompt)], params, received_ns=0)
+        messages = [ChatMessage("system", INSTRUCTIONS), ChatMessage("user", prompt)]
+        engine.submit(number, messages, params, received_ns=0, options=options)
         sequences.append(engine._requests[number].sequence)
     while engine.has_work and not all(s.num_generated for s in sequences):
         engine.step()
