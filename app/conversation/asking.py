@@ -40,6 +40,12 @@ def length_options(config: SessionConfig) -> OptionFields:
     return {"overflow": "drop_oldest", "retention_ratio": config.retention_ratio}
 
 
+def oldest_of(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
+    """The first ``count`` messages behind those of the system: what a prompt leaves out."""
+    first = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
+    return messages[first : first + count]
+
+
 class Asking:
     """The model's replies of one answer, one after another."""
 
@@ -129,6 +135,5 @@ class Asking:
         facts["dropped_messages"] = max(facts.get("dropped_messages", 0), event.dropped_messages)
         if "partial_context" in event.downgrades:
             return  # for this once: they are part of the conversation still
-        first = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-        dropped = messages[first : first + event.dropped_messages]
+        dropped = oldest_of(messages, event.dropped_messages)
         self.dropped = max(self.dropped, dropped, key=len)

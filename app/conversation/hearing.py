@@ -189,7 +189,7 @@ class Hearing:
         samples = listener.take(start, end)
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), session_id, spoken=True)
-        place = place_of_end(listener, start, end, last_voiced)
+        place = place_of_end(listener, samples, start, last_voiced)
         trace.mark("speech_end", place.spoken_ns)
         trace.mark("endpoint", now_ns)
         if self._services.settings.record:
@@ -257,11 +257,11 @@ class VoicePlace:
 
 
 def place_of_end(
-    listener: Listener, start_sample: int, end_sample: int, last_voiced_sample: int | None
+    listener: Listener, samples: Samples, start_sample: int, last_voiced_sample: int | None
 ) -> VoicePlace:
-    """Where the voice in [start, end) ended, of which the VAD says ``last_voiced_sample``."""
-    samples = listener.take(start_sample, end_sample)
-    voiced_len = (end_sample if last_voiced_sample is None else last_voiced_sample) - start_sample
+    """Where the voice in ``samples``, float32 [n] of the listener from ``start_sample`` on, ended;
+    the VAD says ``last_voiced_sample``, None: nothing."""
+    voiced_len = len(samples) if last_voiced_sample is None else last_voiced_sample - start_sample
     sample = start_sample + find_voice_end(samples, voiced_len)
     return VoicePlace(sample, listener.spoken_ns(sample))
 

@@ -117,14 +117,17 @@ class Rollout:
             self._close_when_idle()
 
     def _close_when_idle(self) -> None:
-        if self._num_open == 0 and self._closing is None:
-            self._closing = asyncio.create_task(self.canary.close(), name="close canary")
+        if self._num_open == 0:
+            self._close_canary()
 
     async def close(self) -> None:
         """Ends the new engine."""
+        await self._close_canary()
+
+    def _close_canary(self) -> asyncio.Task[None]:
         if self._closing is None:
             self._closing = asyncio.create_task(self.canary.close(), name="close canary")
-        await self._closing
+        return self._closing
 
 
 class RoutedEngine:

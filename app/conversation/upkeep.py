@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from app.conversation.asking import length_options
+from app.conversation.asking import length_options, oldest_of
 from app.conversation.engines import TalkEngine
 from app.conversation.history import History
 from app.conversation.services import Services
@@ -59,8 +59,7 @@ async def _read(
     options["priority"] = _PRIORITY
     options["spare_tokens"] = reply_tokens + _NEXT_QUESTION_TOKENS
     result = await services.engine.prefill(messages, **options)
-    first = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-    return messages[first : first + result.dropped_messages]
+    return oldest_of(messages, result.dropped_messages)
 
 
 async def _summary(engine: TalkEngine, known: str, dropped: Sequence[ChatMessage]) -> str:

@@ -45,7 +45,9 @@ def ends_ms(path: Path, vad: VadModel) -> tuple[float, float] | None:
         for samples in listener.decode(packet):
             for event in listener.feed(samples, now_ns):
                 if isinstance(event, VoiceEnded):
-                    place = place_of_end(listener, 0, event.at_sample, event.last_voiced_sample)
+                    place = place_of_end(
+                        listener, listener.take(0, event.at_sample), 0, event.last_voiced_sample
+                    )
     true_end = voiced.last_before(recorded.size)
     if place is None or true_end is None:
         return None
