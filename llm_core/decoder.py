@@ -110,12 +110,15 @@ class Decoder:
         self.config = config
         self._backend = backend
         self._embedding = weights["embedding"]
+        # First: what packing the largest matrix takes is given back before the layers are there.
+        head = self._embedding if config.tie_embeddings else weights["head"]
+        self._head = Linear(head, formats.head)
+        del head
         self._layers = [
             _Layer(config, weights, f"layers.{index}.", formats.layers, backend)
             for index in range(config.num_layers)
         ]
         self._final_norm = _norm(backend, config, weights["final_norm"])
-        self._head = Linear(weights["embedding" if config.tie_embeddings else "head"], formats.head)
         self._ropes = rope_tables(config, max_context)
         self._gated = backend.swiglu if config.activation == "silu" else backend.geglu
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
