@@ -114,8 +114,11 @@ class Hearing:
         """While the caller speaks: have a look at the words so far, if the recogniser has time."""
         if not self._services.settings.partial_transcripts:
             return
-        if self._transcriber.wants_partial(self.listener.position - self.start_sample):
+        turn_len = self.listener.position - self.start_sample
+        if self._transcriber.wants_partial(turn_len):
             self._transcriber.follow(self.listener.take(self.start_sample))
+        elif self._transcriber.wants_dip(turn_len):
+            self._transcriber.follow_dip(self.listener.take(self.start_sample))
 
     def take_stable(self) -> str:
         """Words of the turn that are certain and were not taken yet."""
@@ -150,7 +153,8 @@ class Hearing:
     def try_words(self, last_voiced_sample: int) -> asyncio.Task[Settled]:
         """The words of a turn that may be over since ``last_voiced_sample``, in the making."""
         samples = self.listener.take(self.start_sample)
-        return self._transcriber.try_early(samples, last_voiced_sample)
+        voiced_len = last_voiced_sample - self.start_sample
+        return self._transcriber.try_early(samples, last_voiced_sample, voiced_len)
 
     async def judge_pause(
         self, said: list[ChatMessage], last_voiced_sample: int
