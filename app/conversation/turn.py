@@ -177,6 +177,10 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    def withdraw(self) -> None:
+        """What it answers was not finished: the response ends as if it had not been asked for."""
+        self.response.is_withdrawn = True
+
     @property
     def text(self) -> str:
         """What was said so far."""
