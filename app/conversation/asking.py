@@ -71,6 +71,7 @@ class Asking:
         self._budget = budget
         self._prefilled = prefilled
         self._deadline_ns: int | None = None
+        self._is_awaited = False
         self._reply: TalkReply | None = None
         self._hurried: HurriedReply | None = None
         self._has_read = asyncio.Event()
@@ -96,7 +97,7 @@ class Asking:
     def needed_by(self, deadline_ns: int | None) -> None:
         """When the model's next token is needed. None: not known; the engine then sees to it that
         it comes neither first nor last."""
-        self._deadline_ns = deadline_ns
+        self._deadline_ns, self._is_awaited = deadline_ns, True
         if self._reply is not None:
             self._reply.set_deadline(deadline_ns)
 
@@ -121,6 +122,8 @@ class Asking:
         try:
             async with await self._open(messages, params, options) as reply:
                 self._reply = reply
+                if self._is_awaited and self._deadline_ns is None:
+                    reply.set_deadline(None)  # a typed turn: no instant, but somebody waits
                 with self._services.load.generating():
                     async for event in reply:
                         if isinstance(event, FirstToken):
