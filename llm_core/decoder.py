@@ -91,9 +91,10 @@ def _norm(backend: Backend, config: ModelConfig, weight: Weight) -> Norm:
 
 def _rotations(table: torch.Tensor, segment: Segment) -> torch.Tensor:
     """The rows of a RoPE table for the places in the text of a segment's rows."""
+    first = segment.start + segment.skipped
     if segment.parents is None:
-        return table[segment.start : segment.end]
-    return table[[segment.start + depth for depth in tree_depths(segment.parents)]]
+        return table[first : first + segment.length]
+    return table[[first + depth for depth in tree_depths(segment.parents)]]
 
 
 class Decoder:

@@ -46,7 +46,7 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 
 
 class SegmentArrays:
-    """Segments as the C code reads them: ``fields`` int32 [S, 4], ``block_ids`` of all, and
+    """Segments as the C code reads them: ``fields`` int32 [S, 5], ``block_ids`` of all, and
     ``parents`` of all rows. Raises IndexError where their numbers do not fit."""
 
     def __init__(self, segments: Sequence[Segment], block_size: int, num_more: int = 0) -> None:
@@ -60,6 +60,7 @@ class SegmentArrays:
             if segment.parents is not None and len(segment.parents) != segment.length:
                 raise IndexError(f"{segment} is a tree of another number of rows")
             fields += [segment.start, segment.length, len(block_ids), segment.is_tree]
+            fields.append(segment.skipped)
             block_ids += segment.block_ids
             parents += segment.parents or range(-1, segment.length - 1)
         self.fields = np.array(fields, dtype=np.int32)

@@ -213,7 +213,7 @@ class Turn:
     async def _answer(self) -> None:
         texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
         clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=4)
-        async with asyncio.TaskGroup() as stages:
+        async with self._asking, asyncio.TaskGroup() as stages:
             expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
             stages.create_task(self._voice(texts, clauses))

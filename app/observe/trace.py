@@ -78,6 +78,7 @@ FACTS = {
     "ttft_ms": "from the submission to the first token",
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
+    "unseen_tokens": "the attention window had left so many tokens when the answer ended",
     "dropped_messages": "oldest messages left out, for the context was too short",
     "forgotten_items": "of the conversation, those that were too old to be kept",
     "downgrades": "what the engine gave up to be in time: turns but the last, or the length",
