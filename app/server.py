@@ -26,6 +26,7 @@ from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
+from app.conversation.speaking import Speaking
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.engine_start import load_engine, load_rollout, load_small_engine
@@ -68,7 +69,9 @@ async def build_services(
     started_s = time.monotonic()
     tools = ToolBox.load(settings.tools) if settings.tools else ToolBox()
     async with AsyncExitStack() as stack:
-        workers = ThreadPoolExecutor(settings.speech_workers, thread_name_prefix="speech")
+        # One thread more than what they are for: short jobs (prosody) need not wait.
+        num_threads = settings.speech_workers + 1
+        workers = ThreadPoolExecutor(num_threads, thread_name_prefix="speech")
         # In a thread: a transcription that is under way cannot be stopped, and must not stop us.
         stack.push_async_callback(asyncio.to_thread, workers.shutdown, cancel_futures=True)
         try:
@@ -98,6 +101,8 @@ async def build_services(
             engine=engine.result(),
             recognition=recognition,
             load=Load(recognition, settings.eager_max_generating),
+            # One is the recogniser's.
+            speaking=Speaking(workers, max(1, settings.speech_workers - 1)),
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,

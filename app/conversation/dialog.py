@@ -237,6 +237,9 @@ class Dialog:
         self._interrupted = False
         self.is_held = False
         """An answer is held until it is known whether the caller means to stop it."""
+        self.lingers = False
+        """The last answer is sent whole and still sounds: a murmur over it is no turn. Whoever
+        feeds a ``VoiceStarted`` says so."""
         # The client asked for the coming response itself, so it comes even without words.
         self._asked: ResponseRequested | None = None
         # A turn ended while a response was running that it must not interrupt: answer it next.
@@ -326,6 +329,9 @@ class Dialog:
             return [announce]
         if self._goes_on and self.bot is not Bot.SPEAKING:
             return [*self._rejoin(), announce]
+        if self.bot is Bot.IDLE and self.lingers and self.rules.judge_interruptions:
+            self.is_held = self._interrupted = True
+            return [announce]  # what is left sounds on, until the words are known
         if self.bot is Bot.IDLE:
             return [announce, CutPlayback()]
         self._owes_reply = self.bot is not Bot.SPEAKING
@@ -345,7 +351,12 @@ class Dialog:
     def _stop_held(self) -> list[Action]:
         if not self.is_held:
             return []
-        return self._rejoin() if self._goes_on else self._stop("turn_detected")
+        if self._goes_on:
+            return self._rejoin()
+        if self.bot is Bot.IDLE:
+            self.is_held = False
+            return [CutPlayback()]
+        return self._stop("turn_detected")
 
     def _may_go_on(self, onset_sample: int) -> bool:
         return (

@@ -61,6 +61,8 @@ _STALL_S = 1.5
 _LONG_WAIT_MS = 500
 # Nobody says "mhm" for so long.
 _SURE_INTERRUPTION_S = 1.5
+# Over the end of an answer, which cannot be held and goes on meanwhile, it is decided sooner.
+_SURE_OVER_THE_END_S = 0.9
 
 
 class Session:
@@ -143,10 +145,12 @@ class Session:
         for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
             for event in listener.feed(samples, received_ns):
+                self._dialog.lingers = self._lingers
                 await self._feed(event)
             if self._dialog.caller is floor.Caller.SPEAKING:
                 await self._follow_words()
-            if self._dialog.is_held and self._hearing.turn_s > _SURE_INTERRUPTION_S:
+            sure_s = _SURE_OVER_THE_END_S if self._turn is None else _SURE_INTERRUPTION_S
+            if self._dialog.is_held and self._hearing.turn_s > sure_s:
                 await self._feed(floor.InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not floor.Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
@@ -157,7 +161,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and self._hearing.means_to_stop(self._turn):
+        if new and self._dialog.is_held and self._hearing.means_to_stop(self._last_turn):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -201,6 +205,14 @@ class Session:
             and not self._dialog.has_response
             and is_heard
         )
+
+    @property
+    def _lingers(self) -> bool:
+        """The last answer was sent whole, is still being heard, and does not ask for one."""
+        last = self._last_turn
+        if last is None or self._turn is not None or not last.is_playing:
+            return False
+        return not last.text.rstrip(" \"'”’)*").endswith("?")
 
     @property
     def history(self) -> History:
@@ -442,7 +454,7 @@ class Session:
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
             await self._feed(
-                floor.InterruptionJudged(self._hearing.means_to_stop(self._turn, words))
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, words))
             )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
