@@ -9,7 +9,10 @@ import triton.language as tl
 from kernels.gpu.launch import cdiv, power_of_2
 
 
-@triton.jit(do_not_specialize=["num_rows_total", "num_sequences", "max_query_len"])
+@triton.jit(
+    do_not_specialize=["num_rows_total", "num_sequences", "max_query_len"],
+    do_not_specialize_on_alignment=["parents_ptr", "query_starts_ptr"],
+)
 def ancestor_bits_kernel(
     parents_ptr,
     query_starts_ptr,

@@ -36,6 +36,9 @@ INT4_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 4},
     {"BLOCK_N": 256, "num_warps": 8, "num_stages": 3},
 )
+# For wide types on cards with little shared memory.
+SMALLER: tuple[Config, ...] = ({"BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},)
+INT4_SMALLER: tuple[Config, ...] = ({"BLOCK_N": 32, "num_warps": 4, "num_stages": 2},)
 
 
 @triton.jit
@@ -231,7 +234,8 @@ def matmul_few_rows(
     kind = str(weight.dtype) if isinstance(weight, torch.Tensor) else type(weight).__name__
     key = (str(x.dtype), kind, getattr(weight, "group", 0) or 0, num_out, num_in, block_m)
     candidates = INT4_CONFIGS if isinstance(weight, Int4Weight) else CONFIGS
-    launch(TUNER.choose("matmul_few_rows", key, candidates, launch))
+    smaller = INT4_SMALLER if isinstance(weight, Int4Weight) else SMALLER
+    TUNER.launch("matmul_few_rows", key, candidates, launch, smaller)
 
 
 def _block_k(config: Config, weight: GpuWeight) -> int:
