@@ -307,8 +307,8 @@ def draw_in_order(depths_ptr, count, edge, num_edge, min_p, fraction, BLOCK: tl.
         weights, num_equal = kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p,
                                         BLOCK)  # fmt: skip
         sums = before + tl.cumsum(weights, 0)
-        # The first that is kept: a parallel sum need not grow in every place, and must never lead to
-        # one that is cut.
+        # The first that is kept: a parallel sum need not grow in every place, and must never lead
+        # to one that is cut.
         passed = tl.where((weights > 0.0) & (sums > point), at, 0x7FFFFFFF)
         place = tl.minimum(place, tl.min(passed, 0))
         last = tl.maximum(last, tl.max(tl.where(weights > 0.0, at, 0), 0))
