@@ -337,7 +337,8 @@ class TritonDecoder:
             attended = self._attend(query, inputs, groups, ancestors, index)
             attended = attended.reshape(-1, config.query_size)
             if index == last_layer and not all_go_on:  # beyond here rows do not meet
-                attended, residual = parts.picked(attended, residual, logit_rows)
+                attended = attended.index_select(0, logit_rows)
+                residual = residual.index_select(0, logit_rows)
             projected = self._between(attended, residual, index)
             if index in taps:
                 tapped[index] = residual.clone()

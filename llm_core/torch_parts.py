@@ -16,13 +16,6 @@ def fed(token_ids: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) ->
     return torch.where(sources >= 0, tokens[sources.clamp_min(0).long()], token_ids)
 
 
-def picked(
-    attended: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same ``rows`` int64 [R] of both."""
-    return attended.index_select(0, rows), residual.index_select(0, rows)
-
-
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """``cap`` * tanh(logits / ``cap``), perhaps in place (Gemma 2)."""
     return logits.div_(cap).tanh_().mul_(cap)
@@ -34,18 +27,16 @@ def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 class TorchParts:
-    """``fed``, ``picked`` and ``capped``."""
+    """``fed`` and ``capped``."""
 
     def __init__(self, compile_on: torch.device | None = None) -> None:
         """Compiled for ``compile_on``; None: as they are. Raises ValueError where there is no
         compiler that works, which a first compilation finds out."""
         self.fed = fed
-        self.picked = picked
         self.capped = capped
         if compile_on is None:
             return
         self.fed = _compiled(fed)
-        self.picked = _compiled(picked)
         self.capped = _compiled(_capped)
         try:
             self.capped(torch.ones(2, 3, device=compile_on), 2.0)

@@ -109,7 +109,13 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     """Greedy tokens, then a tree's logits and features, after copies and moves in both caches."""
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     shared = ModelRunner.load(
-        EngineConfig(model_path=path, backend="triton", tensor_parallel=2, kv_cache_tokens=64)
+        EngineConfig(
+            model_path=path,
+            backend="triton",
+            tensor_parallel=2,
+            overlap_rows=2,  # halves, from the first step that has any
+            kv_cache_tokens=64,
+        )
     )
     plain = EngineConfig(model_path=path, backend="torch", kv_cache_tokens=64)
     alone = ModelRunner.load(plain, weight_format="float32")

@@ -54,7 +54,7 @@ def store_tile(acc, out_ptr, partial_ptr, bias_ptr, n, m, mask, part, num_rows, 
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "blocks_per_part"])
 def few_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -111,7 +111,7 @@ def few_rows_kernel(
                num_rows, num_out, HAS_BIAS, IS_SPLIT)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "spans_per_part"])
 def few_rows_int4_kernel(
     x_ptr,
     packed_ptr,
@@ -176,7 +176,7 @@ def few_rows_int4_kernel(
                num_rows, num_out, HAS_BIAS, IS_SPLIT)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def add_parts_kernel(
     partial_ptr,
     bias_ptr,

@@ -70,6 +70,7 @@ def split_attention_kernel(
     window,
     num_parts,
     num_tiles,
+    MANY_TILES: tl.constexpr,
     IS_TREE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -82,8 +83,11 @@ def split_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
 ):
-    sequence = tl.program_id(0) // num_tiles
-    tile = tl.program_id(0) % num_tiles
+    sequence = tl.program_id(0)
+    tile = 0
+    if MANY_TILES:
+        sequence = tl.program_id(0) // num_tiles
+        tile = tl.program_id(0) % num_tiles
     kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     if IS_TREE:
@@ -348,6 +352,7 @@ class _Call:
             self.window or 0,
             parts,
             num_tiles,
+            MANY_TILES=num_tiles > 1,
             IS_TREE=tree is not None,
             GROUP=group,
             HEAD_DIM=head_dim,

@@ -109,6 +109,11 @@ class Tuner:
             self._is_measuring = False
             self._write()
 
+    @property
+    def chosen(self) -> dict[str, dict[str, int]]:
+        """What was measured, here or before, and what was taken because it fits."""
+        return {**self._configs, **{name: dict(c) for name, c in self._fitting.items()}}
+
     def put(self, kernel: str, key: Key, config: Config) -> None:
         """Fixes a configuration without measuring it."""
         self._configs[" ".join((kernel, *map(str, key)))] = dict(config)
@@ -116,6 +121,7 @@ class Tuner:
     def clear(self) -> None:
         """Forgets all configurations; the file stays as it is."""
         self._configs.clear()
+        self._fitting.clear()
 
     def _fastest(self, candidates: Sequence[Config], run: Callable[[Config], None]) -> Config:
         times: list[tuple[float, int]] = []
