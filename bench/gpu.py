@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,10 @@ def _warnings() -> list[str]:
 class Compilers:
     """Processes that compile ahead; they take nothing but idle processors."""
 
-    def __init__(self, capability: int, multiprocessors: int, count: int, *more: str) -> None:
-        self._until = time.monotonic() + _COMPILE_S
+    def __init__(
+        self, capability: int, multiprocessors: int, count: int, *more: str, wait_s: float
+    ) -> None:
+        self._until = time.monotonic() + wait_s
         script = Path(__file__).resolve().parent / "gpu_compile.py"
         command = [sys.executable, str(script), "--capability", str(capability)]
         command += ["--multiprocessors", str(multiprocessors), *more]
@@ -250,14 +253,27 @@ def table(rows: list[Row]) -> Iterator[str]:
         yield f"{row['goal']:72s} {row['wanted']:>8s} {measured:>9s} {verdict}"
 
 
+@contextmanager
+def _folder(path: Path | None) -> Iterator[Path]:
+    """Where parts write: beside the whole's file, so that what a part found is there even if this
+    process is ended before it."""
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="parley-gpu-") as folder:
+            yield Path(folder)
+        return
+    beside = path.with_suffix(".parts")
+    beside.mkdir(parents=True, exist_ok=True)
+    yield beside
+
+
 def run_all(options: argparse.Namespace) -> int:
     """Starts the parts' processes one after another, and says what came out."""
     reason = unavailable_reason()
     if reason is not None:
         print(f"nothing can be measured: {reason} (--smoke needs none)", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="parley-gpu-") as folder:
-        parts = Parts(options, Path(folder))
+    with _folder(options.json) as folder:
+        parts = Parts(options, folder)
         names = [name for name in _PARTS if options.only is None or name in options.only]
         compilers = _compilers(options, names)
         try:
@@ -282,12 +298,13 @@ def run_all(options: argparse.Namespace) -> int:
 
 def _compilers(options: argparse.Namespace, names: list[str]) -> Compilers:
     if options.smoke:  # a step of one part, which takes long enough
-        return Compilers(90, 132, 1, "--parts", "int4", "--smoke", "--front-end")
+        return Compilers(90, 132, 1, "--parts", "int4", "--smoke", "--front-end", wait_s=600)
     major, minor = torch.cuda.get_device_capability()
     count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     compiled = [name for name in names if name != "card"]
     num_processes = max(1, min(14, (os.cpu_count() or 2) - 2)) if compiled else 0
-    return Compilers(10 * major + minor, count, num_processes, "--parts", *compiled)
+    capability = 10 * major + minor
+    return Compilers(*(capability, count, num_processes, "--parts", *compiled), wait_s=_COMPILE_S)
 
 
 def main() -> int:

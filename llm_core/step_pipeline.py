@@ -61,13 +61,14 @@ class StepPipeline:
         self, runner: ModelRunner, vocab_size: int, *, overlaps: bool, clock: Callable[[], int]
     ) -> None:
         """``vocab_size``: the tokenizer's, beyond which the model's words are padding."""
-        self.overlaps = overlaps and runner.chooses_tokens
+        self._chooses = runner.chooses_tokens
+        self.overlaps = overlaps and self._chooses
         self._runner = runner
         self._clock = clock
         self._flight: Flight | None = None
         self._rows: dict[int, int] = {}  # the last step's row of logits of each sequence
         self._learnt_ns = 0
-        if runner.chooses_tokens:
+        if self._chooses:
             runner.choose_below(vocab_size)
 
     @property
@@ -84,7 +85,7 @@ class StepPipeline:
         for copy in plan.copies:
             self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
         before = self._flight
-        if self._runner.chooses_tokens:
+        if self._chooses:
             choices = self._choices(plan, generations)
             batch = make_batch(plan, wants_features=wants_features, choices=choices)
             self._flight = Flight(plan, choices.keeps, launched_ns, self._runner.launch(batch))

@@ -64,8 +64,9 @@ class LateModel:
         made = self._model.forward(replace(batch, token_ids=token_ids, choices=None), cache)
         if choices is not None:
             tokens = ORACLE.sample(made.logits[:, : self._vocab_size], choices.inputs)
-            tokens[list(choices.keeps)] = 0  # means nothing
-            made = replace(made, logits=made.logits[list(choices.keeps)], tokens=tokens)
+            kept = torch.tensor(choices.keeps, dtype=torch.int64)
+            tokens[kept] = 0  # means nothing
+            made = replace(made, logits=made.logits[kept], tokens=tokens)
             self._tokens = tokens
             self.num_kept_rows += len(choices.keeps)
         step = LateStep(self, made)

@@ -35,7 +35,7 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert len(found["kernels"]) == 27 and all(row["ok"] for row in found["kernels"])
     assert all(error < 1e-4 for error in found["decoder"].values())
     for form in ("bf16", "int4", "fp8"):
-        assert len(found[form]["decode"]) == 2
+        assert len(found[form]["decode"]) == (2 if form == "bf16" else 1)
         assert found[form]["weights"] == {"bf16": "bfloat16"}.get(form, form)
         assert all(row["step_ms"] > 0 for row in found[form]["decode"])
     assert len(found["bf16"]["verify"]) == 2 and len(found["bf16"]["prefill"]) == 1
