@@ -13,7 +13,7 @@ With tensor parallelism every rank runs this on its share of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from llm_core.cuda_batch import StepLayout, StepTensors, layout_of, pack
 from llm_core.cuda_graphs import (
     MAX_ROWS,
     Capture,
+    Graph,
     StepGraphs,
     StepShape,
     decode_shapes,
@@ -249,7 +250,7 @@ class TritonDecoder:
         return LaunchedStep(result, done)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_cuda = self.device.type == "cuda"
+        is_cuda = self.device.type == "cuda" and tensor.numel() > 0
         # From a cache of such memory, which knows until when a copy needs it.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
         return host.copy_(tensor, non_blocking=is_cuda)
@@ -271,7 +272,16 @@ class TritonDecoder:
                 torch.empty(MAX_ROWS, width, device=self.device)
                 for width in (self.config.vocab_size, num_features)
             )
-            self._graphs = StepGraphs(self._capture, self._make_state, self._run_state)
+            self._graphs = StepGraphs(self._record, self._make_state, self._run_state)
+
+    def _record(self, run: Callable[[], None]) -> Graph:
+        """A recording is tried out first, in the middle of a reply perhaps: what the last step
+        chose must still be there for the next one."""
+        assert self._capture is not None
+        tokens = self._tokens.clone()
+        graph = self._capture(run)
+        self._tokens.copy_(tokens)
+        return graph
 
     def _make_state(self, shape: StepShape) -> _GraphState:
         assert self._cache is not None
@@ -347,7 +357,7 @@ class TritonDecoder:
         if all_go_on:
             normed = normed.index_select(0, logit_rows)
         logits = self._gathered(ops.matmul(normed, self._head, out_dtype=torch.float32))
-        if config.logit_softcap is not None:
+        if config.logit_softcap is not None and logits.shape[0]:
             logits = parts.capped(logits, config.logit_softcap)
         if chooses and logits.shape[0]:
             tokens = ops.sample(logits[:, : self._vocab_size], inputs.choices)
