@@ -246,7 +246,7 @@ def model(bench: Bench, form: Form) -> None:
     context = 10 if bench.is_smoke else 1024
     batches: tuple[int, ...] = (1, 8, 64)
     if bench.is_smoke:
-        batches = (1, 2) if form == "bf16" else (1,)
+        batches = (1, 2) if form == "bf16" else (2,)
     result: Row = {"decode": [], "verify": [], "prefill": []}
     bench.found[form] = result
     made = BenchModel(
@@ -260,7 +260,9 @@ def model(bench: Bench, form: Form) -> None:
     for count in batches:
         bench.attempt(
             f"{form} decode {count}",
-            lambda count=count: result["decode"].append(_decode(bench, made, count, context)),  # type: ignore[misc]
+            lambda count=count: result["decode"].append(  # type: ignore[misc]
+                _decode(bench, made, count, context, is_brief=bench.is_smoke and count > 1)
+            ),
         )
     if form == "bf16" or not bench.is_smoke:  # else the same code once more
         bench.attempt(f"{form} verify", lambda: _verification(bench, made, context, result))
@@ -277,13 +279,17 @@ def model(bench: Bench, form: Form) -> None:
     print(json.dumps({**result, "tuned": None}, indent=1), flush=True)
 
 
-def _decode(bench: Bench, made: BenchModel, count: int, context: int) -> Row:
+def _decode(bench: Bench, made: BenchModel, count: int, context: int, *, is_brief: bool) -> Row:
+    """``is_brief``: a step is enough, for looking for mistakes."""
     batch = made.batch(count, context - 1, 1, tree=False, chooses=True)
     logits_too = made.batch(count, context - 1, 1, tree=False)
-    with measuring():
-        for _ in range(1 if bench.is_smoke else 4):  # recorded at the third time
-            made.decoder.forward(batch, made.cache)
+    if not bench.is_smoke:
+        with measuring():
+            for _ in range(4):  # recorded at the third time
+                made.decoder.forward(batch, made.cache)
     wall_s = bench.wall_s(lambda: made.decoder.forward(batch, made.cache), 25)
+    if is_brief:
+        return {"batch": count, "step_ms": wall_s * 1e3}
     with_logits_s = bench.wall_s(lambda: made.decoder.forward(logits_too, made.cache), 25)
     step = made.decoder.pack(batch, made.cache)
     device_s = bench.time_s(lambda: made.decoder.run(step, made.cache), flush=False)
@@ -327,9 +333,10 @@ def _verification(bench: Bench, made: BenchModel, context: int, result: Row) -> 
     rows: list[Row] = result["verify"]
     for count in (1, 2) if bench.is_smoke else (1, 8, 2, 4, 16, 32, 64):
         batch = made.batch(1, context, count, tree=True, chooses=True)
-        with measuring():
-            for _ in range(1 if bench.is_smoke else 4):
-                made.decoder.forward(batch, made.cache)
+        if not bench.is_smoke:
+            with measuring():
+                for _ in range(4):
+                    made.decoder.forward(batch, made.cache)
         wall_s = bench.wall_s(lambda batch=batch: made.decoder.forward(batch, made.cache), 15)  # type: ignore[misc]
         first_s = rows[0]["step_ms"] / 1e3 if rows else wall_s
         rows.append({"rows": count, "step_ms": wall_s * 1e3, "times_one_row": wall_s / first_s})

@@ -36,7 +36,7 @@ def run_python(script: str, **env: str) -> str:
     return result.stdout
 
 
-def test_without_triton_nothing_fails_at_import() -> None:
+def test_importing_needs_no_triton() -> None:
     script = """
 import sys
 sys.modules["triton"] = None  # what importing a package that is absent meets
@@ -48,11 +48,6 @@ except ImportError as error:
     print("refused:", error)
 """
     assert "refused: " in run_python(script)
-
-
-def test_importing_the_package_does_not_import_triton() -> None:
-    script = "import sys, kernels.gpu, llm_core; print('triton' in sys.modules)"
-    assert run_python(script).strip() == "False"
 
 
 def test_why_the_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
         assert found[form]["weights"] == {"bf16": "bfloat16"}.get(form, form)
         assert all(row["step_ms"] > 0 for row in found[form]["decode"])
     assert len(found["bf16"]["verify"]) == 2 and len(found["bf16"]["prefill"]) == 1
-    assert all(row["met"] is not None for row in found["goals"][:2]), "compared, if not met"
+    assert found["goals"][0]["met"] is not None, "compared, if not met"
     assert "share of the memory floor" in done.stdout
 
 
@@ -63,18 +63,19 @@ def parts_with(folder: Path, script: str, **changes: Any) -> gpu.Parts:
 def test_a_part_that_crashes_keeps_what_it_found(tmp_path: Path) -> None:
     crash = """
 import os
-json.dump({"bf16": {"decode": [1]}, "errors": [{"where": "x", "error": "bad"}]}, open(path, "w"))
+found = {"bf16": {"decode": [{"batch": 8}]}, "errors": [{"where": "x", "error": "bad"}]}
+json.dump(found, open(path, "w"))
 os.abort()
 """
     parts = parts_with(tmp_path, crash)
     parts.run("bf16")
-    assert parts.found["bf16"] == {"decode": [1]}
+    assert parts.found["bf16"] == {"decode": [{"batch": 8}]}
     assert [error["error"] for error in parts.errors] == [
         "bad",
         "its process ended with status -6",
     ]
     kept = json.loads((tmp_path / "all.json").read_text())
-    assert kept["bf16"] == {"decode": [1]} and len(kept["errors"]) == 2
+    assert kept["bf16"] == parts.found["bf16"] and len(kept["errors"]) == 2
 
 
 def test_a_part_that_leaves_nothing_is_said(tmp_path: Path) -> None:

@@ -142,9 +142,9 @@ def test_the_engines_sampler_draws_the_same() -> None:
         )
         state = sampler.SamplerState(params, (), vocab_size=600)
         token = sampler.sample_row(logits[index].numpy(), state, int(inputs.positions[index]))
-        # Where a number lies at an edge the sums' rounding decides, and only there.
-        near = acceptable(logits[index], None, inputs, index)
-        assert found[index] == token or (len(near) > 1 and {found[index], token} <= near)
+        if found[index] != token:  # at an edge the sums' rounding decides, and only there
+            near = acceptable(logits[index], None, inputs, index)
+            assert len(near) > 1 and {found[index], token} <= near
 
 
 def test_random_numbers_are_the_engines() -> None:
