@@ -67,6 +67,11 @@ class SamplerState:
         """The likeliest token is taken, nothing is drawn."""
         return self.params.temperature < _GREEDY_BELOW or self.params.top_k == 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Logits are used as the model gave them: without penalties and biases."""
+        return self._seen is None and self._counts is None and not len(self._bias_ids)
+
     def observe(self, token_id: int) -> None:
         """Counts a generated token."""
         if self._counts is not None:
@@ -79,7 +84,7 @@ class SamplerState:
 
         Repetition (CTRL) counts prompt and reply, frequency and presence (OpenAI) the reply alone.
         """
-        if self._seen is None and self._counts is None and not len(self._bias_ids):
+        if self.is_plain:
             return row
         row = row.copy()
         if self._seen is not None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from llm_core.attention_window import GONE, AttentionWindow
-from llm_core.batch import ForwardBatch, Segment
+from llm_core.batch import ForwardBatch, ForwardResult, Segment, TokenChoices
 from llm_core.block_tables import BlockTables
+from llm_core.sampler import FloatRow
 from llm_core.scheduler import Chunk, StepPlan
 
 
-def make_batch(plan: StepPlan, tables: BlockTables, *, wants_features: bool) -> ForwardBatch:
+def make_batch(
+    plan: StepPlan,
+    tables: BlockTables,
+    *,
+    wants_features: bool,
+    choices: TokenChoices | None = None,
+) -> ForwardBatch:
     """The rows of all chunks; of a chunk with drafts, all have logits."""
     window, block_size = tables.window, tables.pool.block_size
     token_ids: list[int] = []
@@ -38,6 +45,7 @@ def make_batch(plan: StepPlan, tables: BlockTables, *, wants_features: bool) -> 
         segments=tuple(segments),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         wants_features=wants_features,
+        choices=choices,
     )
 
 
@@ -61,12 +69,31 @@ def windowed_segments(
         start = stop
 
 
-def logits_by_chunk(plan: StepPlan, logits: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Each chunk with its rows of ``logits`` [R, vocab]: none, one, or one more than drafts."""
+# A row's logits float32 [vocab], or the token that was chosen from them already.
+ChunkRow = tuple[FloatRow, None] | tuple[None, int]
+
+
+def rows_by_chunk(
+    plan: StepPlan, result: ForwardResult, vocab_size: int, keeps: Sequence[int] = ()
+) -> Iterator[tuple[Chunk, list[ChunkRow]]]:
+    """Each chunk with its rows of logits or tokens: none, one, or one more than drafts.
+
+    Where tokens were chosen, ``keeps`` are the rows whose logits were given out instead. Of these
+    only ``vocab_size`` are words: a model's vocabulary may be padded beyond the tokenizer's.
+    """
+    logits = result.logits[:, :vocab_size].numpy()
+    num_rows = sum(1 + len(chunk.tree) for chunk in plan.chunks if chunk.wants_logits)
+    rows: list[ChunkRow] = []
+    if result.tokens is None:
+        rows += [(logits[row], None) for row in range(num_rows)]
+    else:
+        rows += [(None, token_id) for token_id in result.tokens.tolist()]
+        for place, row in enumerate(keeps):
+            rows[row] = (logits[place], None)
     first = 0
     for chunk in plan.chunks:
         last = first + (1 + len(chunk.tree) if chunk.wants_logits else 0)
-        yield chunk, logits[first:last]
+        yield chunk, rows[first:last]
         first = last
 
 
