@@ -20,7 +20,7 @@ from audio.frame import SPEECH_RATE, Samples
 # Partials: not before so much of a turn is there, and no oftener than that.
 _MIN_PARTIAL_S = 0.6
 _PARTIAL_EVERY_S = 0.5
-# The recogniser may spend one part in so many of a caller's time on partials.
+# The recogniser may spend one part in so many of its time on partials, all callers together.
 _PARTIAL_SHARE = 3.0
 # A longer turn costs too much to hear again and again.
 _MAX_PARTIAL_S = 20.0
@@ -46,6 +46,7 @@ class Transcriber:
         self._partial: asyncio.Task[None] | None = None
         self._agreement = Agreement()
         self._next_partial_s = _MIN_PARTIAL_S
+        self._is_following = False
         self.language: str | None = None
         self.prompt: str | None = None
         self._num_dropped = 0
@@ -60,13 +61,12 @@ class Transcriber:
     def begin_turn(self) -> None:
         """A new turn: nothing of the last one is stable any more."""
         self.drop()
-        self._drop_partial()
-        self._agreement = Agreement()
-        self._next_partial_s = _MIN_PARTIAL_S
+        self._begin_anew()
 
     def wants_partial(self, turn_samples: int) -> bool:
         """Whether it is time to look at a turn that is ``turn_samples`` long by now."""
         turn_s = turn_samples / SPEECH_RATE
+        self._follows(turn_s <= _MAX_PARTIAL_S)
         return (
             self._next_partial_s <= turn_s <= _MAX_PARTIAL_S
             and self._partial is None
@@ -84,7 +84,8 @@ class Transcriber:
         except BusyRecognizerError:
             return  # somebody's turn has ended: that comes first
         cost_s = transcript.took_ms / 1000
-        spacing_s = max(_PARTIAL_EVERY_S, _PARTIAL_SHARE * cost_s)
+        share = _PARTIAL_SHARE * max(1, self._recognition.num_following)
+        spacing_s = max(_PARTIAL_EVERY_S, share * cost_s)
         self._next_partial_s = samples.size / SPEECH_RATE + spacing_s
         self._agreement.feed(transcript.text)
 
@@ -94,6 +95,16 @@ class Transcriber:
         if not task.cancelled() and task.exception() is not None:
             # The end of the turn meets the same failure and reports it.
             self._next_partial_s = float("inf")
+
+    def _follows(self, is_following: bool) -> None:
+        self._recognition.num_following += is_following - self._is_following
+        self._is_following = is_following
+
+    def _begin_anew(self) -> None:
+        self._drop_partial()
+        self._follows(False)
+        self._agreement = Agreement()
+        self._next_partial_s = _MIN_PARTIAL_S
 
     def _drop_partial(self) -> None:
         if self._partial is not None:
@@ -134,9 +145,7 @@ class Transcriber:
         The task raises RecognitionError.
         """
         early, job, end = self._early, self._early_job, self._early_end
-        self._drop_partial()
-        self._agreement = Agreement()
-        self._next_partial_s = _MIN_PARTIAL_S
+        self._begin_anew()
         if early is not None and job is not None and end == last_voiced_sample:
             self._early = self._early_job = self._early_end = None
             job.urgency = Urgency.FINAL
@@ -151,7 +160,7 @@ class Transcriber:
     def close(self) -> None:
         """Forget everything."""
         self.drop()
-        self._drop_partial()
+        self._begin_anew()
 
     def _submit(self, samples: Samples, urgency: Urgency) -> Job:
         return self._recognition.submit(
