@@ -29,7 +29,7 @@ from app.conversation.services import Services
 from app.conversation.speaking import Speaking
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
-from app.engine_start import load_engine, load_rollout
+from app.engine_start import load_engine, load_rollout, load_small_engine
 from app.errors import ConfigError, ModelStoreError
 from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
@@ -87,6 +87,7 @@ async def build_services(
             raise _loading_error(errors) from errors
         try:
             rollout = await load_rollout(settings, engine.result(), tools, paths.of, stack)
+            small_engine = await load_small_engine(settings, tools, paths.of, stack)
         except LlmError as error:
             raise ModelStoreError(f"cannot load the second engine: {error}") from error
         metrics = Metrics()
@@ -112,6 +113,7 @@ async def build_services(
             filler=await _make_filler(settings, synthesizer.result(), workers),
             tools=tools,
             rollout=rollout,
+            small_engine=small_engine,
             turn_model=turn_model.result(),
         )
         await warm_up(services)

@@ -28,6 +28,7 @@ class Services:
 
     ``filler``: what the budget's policy of that name says; None when it is off.
     ``tools``: Python functions that the model may call. ``rollout``: of a second engine.
+    ``small_engine``: for answers that would be late, when the policy ``smaller_model`` is on.
     ``turn_model``: judges by the sound whether a caller has finished; None when the operator has
     none.
     """
@@ -47,6 +48,7 @@ class Services:
     tools: ToolBox = field(default_factory=ToolBox)
     turn_model: TurnModel | None = None
     rollout: Rollout | None = None
+    small_engine: TalkEngine | None = None
 
     def for_conversation(self, conversation_id: str) -> Services:
         """The same with the engine that this conversation is given to."""
