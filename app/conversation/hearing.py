@@ -149,7 +149,8 @@ class Hearing:
 
     def follow_words(self) -> None:
         """While the caller speaks: have a look at the words so far, if the recogniser has time."""
-        if not self._services.settings.partial_transcripts:
+        # Somebody waits for a voice: that comes first.
+        if not self._services.settings.partial_transcripts or self._services.speaking.num_waiting:
             return
         turn_len = self.listener.position - self.start_sample
         if self._transcriber.wants_partial(turn_len):

@@ -37,6 +37,7 @@ from app.conversation.hearing import HeardTurn, Hearing, untold
 from app.conversation.history import History
 from app.conversation.idle import PROMPT, IdleWatch
 from app.conversation.ids import new_id
+from app.conversation.interruptions import is_sure, lingers
 from app.conversation.listener import RATE
 from app.conversation.rejoin import withdrawable
 from app.conversation.requests import ResponseRequest, no_active_response, response_is_active
@@ -57,12 +58,9 @@ log = logging.getLogger(__name__)
 
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
+_OF_LISTENING = ("turn_detection", "input_format", "noise_reduction")
 # An answer is begun so long before the pause would end the turn: about what it takes to make.
 _LONG_WAIT_MS = 500
-# Nobody says "mhm" for so long.
-_SURE_INTERRUPTION_S = 1.5
-# Over the end of an answer, which cannot be held and goes on meanwhile, it is decided sooner.
-_SURE_OVER_THE_END_S = 0.9
 
 
 class Session:
@@ -131,7 +129,7 @@ class Session:
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""
         old, self.config = self.config, config
-        if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
+        if any(getattr(old, name) != getattr(config, name) for name in _OF_LISTENING):
             async with self._floor:
                 self._hearing.listener.configure(config)
                 await self._forget_speech()
@@ -145,12 +143,11 @@ class Session:
         for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
             for event in listener.feed(samples, received_ns):
-                self._dialog.lingers = self._lingers
+                self._dialog.lingers = lingers(self._last_turn, self._turn)
                 await self._feed(event)
             if self._dialog.caller is floor.Caller.SPEAKING:
                 await self._follow_words()
-            sure_s = _SURE_OVER_THE_END_S if self._turn is None else _SURE_INTERRUPTION_S
-            if self._dialog.is_held and self._hearing.turn_s > sure_s:
+            if self._dialog.is_held and is_sure(self._hearing.turn_s, self._turn):
                 await self._feed(floor.InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not floor.Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
@@ -205,14 +202,6 @@ class Session:
             and not self._dialog.has_response
             and is_heard
         )
-
-    @property
-    def _lingers(self) -> bool:
-        """The last answer was sent whole, is still being heard, and does not ask for one."""
-        last = self._last_turn
-        if last is None or self._turn is not None or not last.is_playing:
-            return False
-        return not last.text.rstrip(" \"'”’)*").endswith("?")
 
     @property
     def history(self) -> History:
