@@ -440,23 +440,23 @@ class Session:
     async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         start = self._hearing.start_sample
-        words = (await asyncio.shield(early)).transcript.text
+        heard = (await asyncio.shield(early)).transcript
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
             await self._feed(
-                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, words))
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, heard.text))
             )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         if self._hearing.start_sample < start:  # the words were only the second half of a turn
             early = self._hearing.try_words(last_voiced)
-            words = (await asyncio.shield(early)).transcript.text
-        said = [*self._prompt(), ChatMessage("user", words)]
+            heard = (await asyncio.shield(early)).transcript
+        said = [*self._prompt(), ChatMessage("user", words := heard.text)]
         # After a whole sentence most likely it is over: the answer need not wait for the judgement.
         is_whole = turn_end.judge(words) in turn_end.FINISHED
         answer = await self._begin_answer(said) if is_whole else None
         if answer is not None:
             await answer.until_first_token()  # else the model would read the same words twice
-        events, left_ms = await self._hearing.judge_pause(said, last_voiced)
+        events, left_ms = await self._hearing.judge_pause(said, last_voiced, heard.end_marks)
         for event in events:
             await self._feed(event)
         if answer is None and left_ms > _LONG_WAIT_MS:
