@@ -58,7 +58,6 @@ log = logging.getLogger(__name__)
 
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
-_OF_LISTENING = ("turn_detection", "input_format", "noise_reduction")
 # An answer is begun so long before the pause would end the turn: about what it takes to make.
 _LONG_WAIT_MS = 500
 
@@ -129,7 +128,7 @@ class Session:
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""
         old, self.config = self.config, config
-        if any(getattr(old, name) != getattr(config, name) for name in _OF_LISTENING):
+        if old.listening != config.listening:
             async with self._floor:
                 self._hearing.listener.configure(config)
                 await self._forget_speech()
