@@ -470,7 +470,8 @@ class Engine:
                 sequence.computed_len += 1
                 generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
             try:
-                events.extend(generation.advance(*rows_of_chunk[row]))
+                logits, token_id = rows_of_chunk[row]
+                events.extend(generation.advance(logits, token_id))
             except LlmError as error:
                 events.append(error)
                 return None
