@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from llm_core.attention_window import AttentionWindow
 from llm_core.batch import ForwardResult
 from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
@@ -64,6 +65,7 @@ class Engine:
         max_waiting: int = 64,
         policy: PolicyName = "deadline",
         max_step_ms: int | None = None,
+        window: AttentionWindow | None = None,
         overlap_steps: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -71,7 +73,7 @@ class Engine:
         ``overlap_steps`` as in ``EngineConfig``."""
         self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(
-            BlockTables(runner.num_blocks, runner.block_size),
+            BlockTables(runner.num_blocks, runner.block_size, window),
             make_policy(policy),
             max_running=max_sequences,
             max_waiting=max_waiting,
@@ -87,13 +89,17 @@ class Engine:
         self._cost = StepCost()
         self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
         self._speculator: Speculator | None = None
-        self._steps = StepPipeline(runner, self._vocab_size, overlaps=overlap_steps, clock=clock)
+        tables = self.scheduler.tables
+        self._steps = StepPipeline(
+            runner, tables, self._vocab_size, overlaps=overlap_steps, clock=clock
+        )
         self._limit_length()
 
     def speculate(self, drafter: Drafter | None, controller: Controller) -> None:
         """From now on steps verify what ``drafter`` proposes, and what guides force, where the
         controller finds that worth it. Once, before the first request."""
         assert self._speculator is None and not self._requests, "nothing runs yet"
+        assert self.scheduler.tables.window is None, "drafts and a window do not go together"
         self._steps.overlaps = False  # a draft follows a known token
         self._speculator = Speculator(
             drafter, controller, max_context=self._runner.max_context, clock=self._clock
@@ -117,6 +123,7 @@ class Engine:
             max_waiting=config.max_waiting,
             policy=config.policy,
             max_step_ms=config.max_step_ms,
+            window=runner.attention_window(config),
             overlap_steps=config.overlap_steps,
         )
         if config.speculation != "off":
@@ -345,9 +352,12 @@ class Engine:
 
     def _limit_length(self) -> None:
         """The longest sequence must fit into the pool beside what is pinned, and with a block to
-        spare for a copy."""
-        pool = self.scheduler.tables.pool
-        self._make.limit((pool.num_blocks - self._num_pinned_blocks - 1) * pool.block_size)
+        spare for a copy; with a window, as much of it as is seen and a chunk."""
+        tables = self.scheduler.tables
+        room = tables.pool.num_blocks - self._num_pinned_blocks - 1
+        is_endless = room >= tables.num_needed(_LARGEST_CHUNK)
+        limit = self._runner.max_context if is_endless else room * tables.pool.block_size
+        self._make.limit(limit)
 
     def _draft(self, request_id: int) -> Request:
         request = self._requests.get(request_id)

@@ -21,6 +21,7 @@ import torch
 
 from kernels.gpu.sampling_inputs import SamplingInputs
 from llm_core.batch import ForwardResult, Launched, TokenChoices, tree_depths
+from llm_core.block_tables import BlockTables
 from llm_core.generation import Generation
 from llm_core.messages import SamplingParams
 from llm_core.runner import ModelRunner
@@ -58,12 +59,19 @@ class StepPipeline:
     """
 
     def __init__(
-        self, runner: ModelRunner, vocab_size: int, *, overlaps: bool, clock: Callable[[], int]
+        self,
+        runner: ModelRunner,
+        tables: BlockTables,
+        vocab_size: int,
+        *,
+        overlaps: bool,
+        clock: Callable[[], int],
     ) -> None:
         """``vocab_size``: the tokenizer's, beyond which the model's words are padding."""
         self._chooses = runner.chooses_tokens
         self.overlaps = overlaps and self._chooses
         self._runner = runner
+        self._tables = tables
         self._clock = clock
         self._flight: Flight | None = None
         self._rows: dict[int, int] = {}  # the last step's row of logits of each sequence
@@ -87,10 +95,11 @@ class StepPipeline:
         before = self._flight
         if self._chooses:
             choices = self._choices(plan, generations)
-            batch = make_batch(plan, wants_features=wants_features, choices=choices)
+            batch = make_batch(plan, self._tables, wants_features=wants_features, choices=choices)
             self._flight = Flight(plan, choices.keeps, launched_ns, self._runner.launch(batch))
         else:
-            made = self._runner.forward(make_batch(plan, wants_features=wants_features))
+            batch = make_batch(plan, self._tables, wants_features=wants_features)
+            made = self._runner.forward(batch)
             self._flight = Flight(plan, (), launched_ns, _Done(made))
         return before
 

@@ -226,8 +226,8 @@ async def test_25_the_last_samples_of_a_turn_are_heard(num_samples: int) -> None
             await c.session.append_audio(payload[start : start + 962], c.clock.now_ns())
         await c.session.commit_audio()
         await c.clock.advance(1)
-        # The resampler has its last 10 ms inside.
-        assert c.recognizer.heard_s[-1] == pytest.approx(num_samples / 24_000, abs=0.0125)
+        # The resampler has its last 2 ms inside.
+        assert c.recognizer.heard_s[-1] == pytest.approx(num_samples / 24_000, abs=0.003)
 
 
 async def test_32_noise_that_the_recogniser_rejects_says_nothing() -> None:
@@ -338,8 +338,9 @@ async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first(
         executor.run_next()
         await settle(5)
     assert recognizer.order == [1, 4, 5, 2]
+    assert jobs[0].result.cancelled(), "a look that had begun is given up for an end"
     for number, job in enumerate(jobs, 1):
-        if number != 3:
+        if number not in (1, 3):
             assert job.result.result().text == f"caller {number}"
 
 
