@@ -83,19 +83,29 @@ class StepTensors:
     @classmethod
     def of(cls, words: torch.Tensor, layout: StepLayout) -> StepTensors:
         """``words`` [layout.num_words]."""
-        seeds, *fields, table = layout.split(words)
-        temperature, top_k, top_p, min_p, places = fields[9:]
-        choices = SamplingInputs(
-            temperature.view(torch.float32),
-            top_k,
-            top_p.view(torch.float32),
-            min_p.view(torch.float32),
-            seeds.view(torch.int64),
-            places,
+        seeds, *fields = layout.split(words)
+        token_ids, sources, positions, slots, ancestors, row_starts, starts, ends, *rest = fields
+        logit_rows, temperature, top_k, top_p, min_p, places, tables = rest
+        return cls(
+            token_ids=token_ids,
+            sources=sources,
+            positions=positions,
+            slots=slots,
+            ancestors=ancestors.view(layout.num_rows, _ANCESTOR_WORDS),
+            row_starts=row_starts,
+            starts=starts,
+            ends=ends,
+            logit_rows=logit_rows,
+            block_tables=tables.view(layout.num_segments, layout.table_width),
+            choices=SamplingInputs(
+                temperature.view(torch.float32),
+                top_k,
+                top_p.view(torch.float32),
+                min_p.view(torch.float32),
+                seeds.view(torch.int64),
+                places,
+            ),
         )
-        fields[4] = fields[4].view(layout.num_rows, _ANCESTOR_WORDS)
-        tables = table.view(layout.num_segments, layout.table_width)
-        return cls(*fields[:9], tables, choices)
 
 
 def layout_of(batch: ForwardBatch, block_size: int) -> StepLayout:

@@ -89,10 +89,8 @@ class Engine:
         self._cost = StepCost()
         self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
         self._speculator: Speculator | None = None
-        tables = self.scheduler.tables
-        self._steps = StepPipeline(
-            runner, tables, self._vocab_size, overlaps=overlap_steps, clock=clock
-        )
+        given = (runner, self.scheduler.tables, self._vocab_size)
+        self._steps = StepPipeline(*given, overlaps=overlap_steps, clock=clock)
         self._limit_length()
 
     def speculate(self, drafter: Drafter | None, controller: Controller) -> None:
@@ -398,12 +396,9 @@ class Engine:
 
     def _generations(self, plan: StepPlan) -> dict[int, Generation]:
         """The replies that get logits in this step, by sequence."""
-        found = {}
-        for chunk in plan.chunks:
-            generation = self._requests[chunk.sequence.seq_id].generation
-            if chunk.wants_logits and generation is not None:
-                found[chunk.sequence.seq_id] = generation
-        return found
+        ids = [chunk.sequence.seq_id for chunk in plan.chunks if chunk.wants_logits]
+        replies = ((seq_id, self._requests[seq_id].generation) for seq_id in ids)
+        return {seq_id: reply for seq_id, reply in replies if reply is not None}
 
     def _stamp_scheduled(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
@@ -438,8 +433,7 @@ class Engine:
         outputs: list[Output] = []
         ended: list[TokenSequence] = []
         accepted: dict[int, list[int]] = {}
-        rows_of_chunks = rows_by_chunk(flight.plan, result, self._vocab_size, flight.keeps)
-        for chunk, rows in rows_of_chunks:
+        for chunk, rows in rows_by_chunk(flight.plan, result, self._vocab_size, flight.keeps):
             sequence = chunk.sequence
             request = self._requests.get(sequence.seq_id)
             if request is None:
@@ -480,7 +474,8 @@ class Engine:
                 sequence.computed_len += 1
                 generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
             try:
-                events.extend(generation.advance(*rows_of_chunk[row]))
+                logits, token_id = rows_of_chunk[row]
+                events.extend(generation.advance(logits, token_id))
             except LlmError as error:
                 events.append(error)
                 return None

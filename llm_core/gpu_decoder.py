@@ -245,7 +245,7 @@ class TritonDecoder:
         )
         done = None
         if self.device.type == "cuda":
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return LaunchedStep(result, done)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -48,4 +48,4 @@ class TorchParts:
 
 def _compiled(function: Function) -> Function:
     # Sizes change with every step: one program for all of them.
-    return torch.compile(function, dynamic=True)
+    return cast(Function, torch.compile(function, dynamic=True))

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class Summed:
 @dataclass(frozen=True, slots=True)
 class _Summing:
     x: torch.Tensor
-    work: dist.Work
+    work: Any  # torch.distributed's
 
     def wait(self) -> torch.Tensor:
         self.work.wait()
