@@ -76,7 +76,12 @@ class ForwardBatch:
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
     """One step's output: ``logits`` float32 [R, vocab_size] of the batch's ``logit_rows``, and
-    ``features`` float32 [T, K * hidden_size], the K feature layers side by side, if wanted."""
+    ``features`` float32 [T, K * hidden_size], the K feature layers side by side, if wanted.
+
+    ``maxima`` float32 [R, vocab_size / ``sampler.MAXIMUM_LEN``, rounded up], where a model notes
+    them: the largest of each MAXIMUM_LEN logits, NaN where one of these is NaN.
+    """
 
     logits: torch.Tensor
     features: torch.Tensor | None = None
+    maxima: torch.Tensor | None = None

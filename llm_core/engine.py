@@ -418,12 +418,11 @@ class Engine:
         outputs: list[Output] = []
         ended: list[TokenSequence] = []
         accepted: dict[int, list[int]] = {}
-        # A model's vocabulary may be padded beyond the tokenizer's; those are no tokens.
-        for chunk, rows in logits_by_chunk(plan, result.logits[:, : self._vocab_size]):
+        for chunk, logits, maxima in logits_by_chunk(plan, result, self._vocab_size):
             sequence = chunk.sequence
             request = self._requests[sequence.seq_id]
             if chunk.wants_logits:
-                kept, events = self._advance(request, chunk, rows.numpy())
+                kept, events = self._advance(request, chunk, logits, maxima)
                 outputs += [(sequence.seq_id, event) for event in events]
                 if chunk.tree:
                     accepted[sequence.seq_id] = kept
@@ -442,7 +441,7 @@ class Engine:
         return outputs
 
     def _advance(
-        self, request: Request, chunk: Chunk, logits: FloatRow
+        self, request: Request, chunk: Chunk, logits: FloatRow, maxima: FloatRow | None
     ) -> tuple[list[int], list[GenerationEvent | LlmError]]:
         """Says what follows from the logits of a chunk's last token and of its drafts, as far as
         drafts are right. Returns the rows that are text now, and the events."""
@@ -456,7 +455,8 @@ class Engine:
                 sequence.computed_len += 1
                 generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
             try:
-                events.extend(generation.advance(logits[row]))
+                found = None if maxima is None else maxima[row]
+                events.extend(generation.advance(logits[row], found))
             except LlmError as error:
                 events.append(error)
                 return None
@@ -464,7 +464,8 @@ class Engine:
 
         rows = accept(chunk.tree, sample)
         if chunk.tree:
-            self._runner.move_rows(sequence.block_ids, chunk.start, rows)
+            if rows[-1] != len(rows) - 1:  # else they follow one another already
+                self._runner.move_rows(sequence.block_ids, chunk.start, rows)
             self.scheduler.settle_drafts(sequence)
             if self._speculator is not None:
                 self._speculator.verified(chunk.tree, rows)

@@ -65,15 +65,16 @@ class Generation:
         if params.logprobs is not None:
             self._logprobs = LogprobTrack(tokenizer.token_bytes, params.logprobs)
 
-    def advance(self, row: FloatRow) -> list[GenerationEvent]:
+    def advance(self, row: FloatRow, maxima: FloatRow | None = None) -> list[GenerationEvent]:
         """Chooses the next token from logits float32 [vocab] and says what follows from it.
+        ``maxima``: those of ``ForwardResult`` for this row, if they are known.
 
         Raises LlmError when the model produced no usable logits, or the guide has outgrown its
         limits; the request is then over.
         """
-        return self.accept(self.choose(row), row)
+        return self.accept(self.choose(row, maxima), row)
 
-    def choose(self, row: FloatRow) -> int:
+    def choose(self, row: FloatRow, maxima: FloatRow | None = None) -> int:
         """The next token; changes nothing. Raises LlmError as ``advance``."""
         return sample_row(
             row,
@@ -81,6 +82,7 @@ class Generation:
             len(self._sequence.token_ids),
             banned=() if self._may_end else self._eos_ids,
             allowed=None if self._guide is None else self._guide.allowed(),
+            maxima=maxima,
         )
 
     def accept(self, token_id: int, row: FloatRow) -> list[GenerationEvent]:
@@ -107,7 +109,8 @@ class Generation:
     def draft_request(self, shape: DraftShape) -> DraftRequest:
         """What a drafter is told of this reply. Nothing is drafted beyond its longest end."""
         sequence = self._sequence
-        shape = replace(shape, max_depth=min(shape.max_depth, self.draft_room))
+        if self.draft_room < shape.max_depth:
+            shape = replace(shape, max_depth=self.draft_room)
         fractions: tuple[float, ...] = ()
         if not self._sampler.is_greedy:
             first, seed = len(sequence.token_ids), self._sampler.seed

@@ -1,12 +1,18 @@
-"""One step's plan as a batch of rows, and its rows of logits as what each chunk gets."""
+"""One step's plan as a batch of rows, and its rows of logits as what each chunk gets.
+
+Little is done here by torch: each call of it costs tens of microseconds where a step of some
+milliseconds has driven its code out of the caches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from llm_core.batch import ForwardBatch, Segment
+from llm_core.batch import ForwardBatch, ForwardResult, Segment
+from llm_core.sampler import FloatRow
 from llm_core.scheduler import Chunk, StepPlan
 
 
@@ -26,19 +32,31 @@ def make_batch(plan: StepPlan, *, wants_features: bool) -> ForwardBatch:
         block_ids = tuple(chunk.sequence.block_ids)
         segments.append(Segment(block_ids, chunk.start, chunk.num_rows, parents))
     return ForwardBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        token_ids=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
         segments=tuple(segments),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
         wants_features=wants_features,
     )
 
 
-def logits_by_chunk(plan: StepPlan, logits: torch.Tensor) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Each chunk with its rows of ``logits`` [R, vocab]: none, one, or one more than drafts."""
+def logits_by_chunk(
+    plan: StepPlan, result: ForwardResult, vocab_size: int
+) -> Iterator[tuple[Chunk, FloatRow, FloatRow | None]]:
+    """Each chunk with its rows of logits (none, one, or one more than drafts), and of their
+    ``ForwardResult.maxima`` if there are some.
+
+    A model's vocabulary may be padded beyond the tokenizer's ``vocab_size``; those are no tokens.
+    """
+    logits = result.logits.numpy()
+    maxima = None
+    if logits.shape[1] != vocab_size:
+        logits = logits[:, :vocab_size]
+    elif result.maxima is not None:
+        maxima = result.maxima.numpy()
     first = 0
     for chunk in plan.chunks:
         last = first + (1 + len(chunk.tree) if chunk.wants_logits else 0)
-        yield chunk, logits[first:last]
+        yield chunk, logits[first:last], None if maxima is None else maxima[first:last]
         first = last
 
 
@@ -49,5 +67,6 @@ def features_by_chunk(
     first = 0
     for chunk in plan.chunks:
         last = first + chunk.num_rows
-        yield chunk, None if features is None else features[first:last]
+        is_all = features is None or len(features) == last - first
+        yield chunk, features if is_all or features is None else features[first:last]
         first = last
