@@ -195,7 +195,10 @@ class CallClient:
         """
         recording = Recording(audio.pcm)
         log = self._log = TalkLog(recording, expects_traces=True)
+        # The recording begins where the first frame of it does.
         self._start_ns = self._clock.now_ns()
+        if self._num_sent:
+            self._start_ns = self._began_ns + self._num_sent * self.peer.frame_ms * 1_000_000
         verdict = Verdict.WAIT
         spoken = 0
         while verdict is Verdict.WAIT and not self.has_ended.is_set():

@@ -58,6 +58,9 @@ def bench_llm(
     peer: Annotated[
         str | None, typer.Option(help="Compare with this engine in the same run: llama.cpp.")
     ] = None,
+    streams_only: Annotated[
+        bool, typer.Option("--streams-only", help="One stream and many, and nothing else.")
+    ] = False,
     speculation: Annotated[
         str | None,
         typer.Option(help="Also our engine with drafts: auto, ngram, or a head's or model's path."),
@@ -80,6 +83,7 @@ def bench_llm(
         stream_counts=_counts(streams),
         peer=peer is not None,
         speculation=speculation,
+        is_streams_only=streams_only,
     )
     log = Console(stderr=True)
     try:

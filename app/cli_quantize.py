@@ -66,7 +66,13 @@ def quantize(
     out: OutOption,
     method: Annotated[str, typer.Option(help="gptq, awq, rtn, int8 or fp8.")] = "gptq",
     bits: Annotated[int, typer.Option(help="4 or 8, for gptq and rtn; awq has 4.")] = 4,
-    group: Annotated[int, typer.Option(help="Inputs that share a scale; -1: all.")] = 128,
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale; -1: all. Default: the largest of 128, 64 and 32 that "
+            "divides the model's matrices, as most readers of the files need; for int8, 32."
+        ),
+    ] = None,
     act_order: Annotated[
         bool, typer.Option(help="gptq: the inputs with the largest energy first.")
     ] = True,

@@ -49,7 +49,10 @@ def replay(
     ] = 0.9,
     halvings: Annotated[
         int, typer.Option(help="Steps that narrow the saturation point down.", min=0, max=6)
-    ] = 1,
+    ] = 2,
+    limit_s: Annotated[
+        float, typer.Option(help="Seconds in which the search for saturation must be over.", min=1)
+    ] = 240.0,
     seed: Annotated[int, typer.Option(help="Of the prompts.", min=0)] = 0,
     threads: Annotated[int, typer.Option(help="Compute threads of the engine.", min=1)] = 2,
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the JSON there.")] = None,
@@ -74,6 +77,7 @@ def replay(
         scale=scale,
         rates_per_s=_rates(rates),
         num_halvings=halvings,
+        limit_s=limit_s,
         goal_share=goal,
         targets=Targets(v2v_ms=v2v_ms) if voice else Targets(ttft_ms=ttft_ms, tpot_ms=tpot_ms),
         seed=seed,

@@ -72,7 +72,12 @@ def _stages(value: object) -> object:
 Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
 StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
 Policies = Annotated[
-    tuple[Literal["short_first_clause", "filler", "shorter_answer", "partial_context"], ...],
+    tuple[
+        Literal[
+            "short_first_clause", "filler", "smaller_model", "shorter_answer", "partial_context"
+        ],
+        ...,
+    ],
     NoDecode,
     BeforeValidator(_split),
 ]
@@ -152,6 +157,14 @@ class Settings(BaseSettings):
     )
     llm_max_step_ms: int = Field(
         default=150, ge=10, le=10_000, description="how long reading a prompt may hold up answers"
+    )
+    llm_attention_window: int | None = Field(
+        default=None,
+        ge=16,
+        description="tokens see the last so many and the first llm_attention_sinks; unset: all",
+    )
+    llm_attention_sinks: int = Field(
+        default=64, ge=0, description="of a sequence, those that are seen for good"
     )
     llm_standby: bool = Field(
         default=True,
@@ -275,8 +288,13 @@ class Settings(BaseSettings):
     )
     budget_policies: Policies = Field(
         default=("short_first_clause",),
-        description="what is done when a turn is late: short_first_clause, filler, shorter_answer, "
-        "partial_context",
+        description="what is done when a turn is late: short_first_clause, filler, "
+        "smaller_model, shorter_answer, partial_context",
+    )
+    budget_small_model: str = Field(
+        default="",
+        description="what the policy smaller_model asks: MODEL,name=value,... "
+        "(app/engine_options.py)",
     )
     budget_filler: Annotated[str, StringConstraints(max_length=100)] = Field(
         default="Let me see.", description="what the policy filler says"

@@ -48,18 +48,17 @@ def engine_config(
     settings: Settings, model_path: Path, options: Mapping[str, str] | None = None
 ) -> EngineConfig:
     """As the server's settings have it, with ``options`` on top. Raises ConfigError."""
-    config = EngineConfig(
-        model_path=str(model_path),
-        native_cache_dir=str(settings.home / "native"),
+    fields = {
+        "model_path": str(model_path),
+        "native_cache_dir": str(settings.home / "native"),
         **_from_settings(settings),
-    )
-    if not options:
-        return config
-    fields = {**msgspec.structs.asdict(config), **options}
+        **(options or {}),
+    }
     try:
         return msgspec.convert(fields, EngineConfig, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"an engine cannot be started with {dict(options)}: {error}") from error
+        given = f" with {dict(options)}" if options else ""
+        raise ConfigError(f"an engine cannot be started{given}: {error}") from error
 
 
 def setting_of(option: str) -> str | None:

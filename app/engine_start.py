@@ -1,4 +1,4 @@
-"""Starts the engine of a server, and the one that is rolled out beside it."""
+"""Starts the engine of a server, one that is rolled out, and one for when time is short."""
 
 from __future__ import annotations
 
@@ -67,6 +67,24 @@ async def load_rollout(
     )
     stack.push_async_callback(rollout.close)
     return rollout
+
+
+async def load_small_engine(
+    settings: Settings, tools: ToolBox, path_of: PathOf, stack: AsyncExitStack
+) -> EngineClient | None:
+    """The engine of the policy ``smaller_model``, when it is on. Raises ModelLoadError, ConfigError
+    when only one of the policy and its model is there."""
+    if bool(settings.budget_small_model) != ("smaller_model" in settings.budget_policies):
+        raise ConfigError(
+            "the policy smaller_model in PARLEY_BUDGET_POLICIES and its model in "
+            "PARLEY_BUDGET_SMALL_MODEL are needed together, and one is missing"
+        )
+    if not settings.budget_small_model:
+        return None
+    model, options = parse_options(settings.budget_small_model)
+    path = await path_of(model or settings.llm_model)
+    config = engine_config(settings, path, {"standby": "false", **options})
+    return await _start(settings, config, tools, stack)
 
 
 async def _check_content(path: Path, expected: str, name: str) -> None:

@@ -26,9 +26,10 @@ from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
+from app.conversation.speaking import Speaking
 from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
-from app.engine_start import load_engine, load_rollout
+from app.engine_start import load_engine, load_rollout, load_small_engine
 from app.errors import ConfigError, ModelStoreError
 from app.http_protocol import ImpatientProtocol
 from app.logging_setup import setup_logging
@@ -68,7 +69,9 @@ async def build_services(
     started_s = time.monotonic()
     tools = ToolBox.load(settings.tools) if settings.tools else ToolBox()
     async with AsyncExitStack() as stack:
-        workers = ThreadPoolExecutor(settings.speech_workers, thread_name_prefix="speech")
+        # One thread more than what they are for: short jobs (prosody) need not wait.
+        num_threads = settings.speech_workers + 1
+        workers = ThreadPoolExecutor(num_threads, thread_name_prefix="speech")
         # In a thread: a transcription that is under way cannot be stopped, and must not stop us.
         stack.push_async_callback(asyncio.to_thread, workers.shutdown, cancel_futures=True)
         try:
@@ -84,6 +87,7 @@ async def build_services(
             raise _loading_error(errors) from errors
         try:
             rollout = await load_rollout(settings, engine.result(), tools, paths.of, stack)
+            small_engine = await load_small_engine(settings, tools, paths.of, stack)
         except LlmError as error:
             raise ModelStoreError(f"cannot load the second engine: {error}") from error
         metrics = Metrics()
@@ -97,6 +101,8 @@ async def build_services(
             engine=engine.result(),
             recognition=recognition,
             load=Load(recognition, settings.eager_max_generating),
+            # One is the recogniser's.
+            speaking=Speaking(workers, max(1, settings.speech_workers - 1)),
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,
@@ -107,6 +113,7 @@ async def build_services(
             filler=await _make_filler(settings, synthesizer.result(), workers),
             tools=tools,
             rollout=rollout,
+            small_engine=small_engine,
             turn_model=turn_model.result(),
         )
         await warm_up(services)

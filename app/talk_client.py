@@ -104,6 +104,7 @@ class TalkResult:
     errors: list[str]
     gaps_ms: list[float | None]
     silenced_at: list[int] = field(default_factory=list)
+    num_rejoined: int = 0
 
     @property
     def reply_audio(self) -> list[Pcm]:
@@ -273,7 +274,9 @@ class TalkClient:
         raise_unless_finished(verdict, log, audio, timeout_s)
         turns = [turn for turn in log.turns if turn.response_id]
         gaps = [log.gap_ms(turn, audio.voiced.last_before) for turn in turns]
-        return TalkResult(audio, turns, recording, log.errors, gaps, log.silenced_at)
+        return TalkResult(
+            audio, turns, recording, log.errors, gaps, log.silenced_at, log.num_rejoined
+        )
 
     async def _send_chunk(self, pcm: Pcm, start: int) -> None:
         """Sends 20 ms from ``start`` on, when their last sample has been spoken; then silence."""

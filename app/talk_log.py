@@ -35,7 +35,7 @@ class Turn:
 
     ``heard`` has the transcript of each utterance by its item id, None while it is not known; a
     caller who pauses may say several before one answer. ``status`` is the response's; "" while
-    there is none.
+    there is none. ``is_withdrawn``: the caller had not finished, and the server has noticed.
     """
 
     heard: dict[str, str | None] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class Turn:
     status: str = ""
     failure: str = ""
     pieces: list[Played] = field(default_factory=list)
+    is_withdrawn: bool = False
     trace: dict[str, Any] | None = None
 
     @property
@@ -90,11 +91,14 @@ class TalkLog:
         self.expects_traces = expects_traces
         self.silenced_at: list[int] = []
         """Where the caller's voice made the player fall silent."""
+        self.num_rejoined = 0
+        """Utterances that were taken for over, and became part of what followed."""
         self._last_sign = 0
         self._handlers: dict[str, Callable[[Event, int], list[Event]]] = {
             "input_audio_buffer.speech_started": self._on_speech_started,
             "input_audio_buffer.speech_stopped": self._on_speech_stopped,
             "input_audio_buffer.committed": self._on_committed,
+            "conversation.item.deleted": self._on_item_deleted,
             "conversation.item.input_audio_transcription.completed": self._on_transcript,
             "conversation.item.input_audio_transcription.failed": self._on_transcript_failed,
             "response.created": self._on_response_created,
@@ -175,6 +179,17 @@ class TalkLog:
     def _on_committed(self, event: Event, at: int) -> list[Event]:
         self.is_caller_speaking = False
         self.turns.append(Turn(heard={event["item_id"]: None}))
+        return []
+
+    def _on_item_deleted(self, event: Event, at: int) -> list[Event]:
+        for turn in [*self.turns]:
+            if event["item_id"] not in turn.heard:
+                continue
+            del turn.heard[event["item_id"]]
+            self.num_rejoined += 1
+            turn.is_withdrawn = not turn.heard
+            if turn.is_withdrawn and not turn.response_id:
+                self.turns.remove(turn)
         return []
 
     def _on_transcript(self, event: Event, at: int) -> list[Event]:

@@ -16,6 +16,7 @@ _VOICE_RANGE_DB = 30.0
 _NOISE_MARGIN_DB = 6.0
 # Noise near the voice's own level hides its end; then this much below the loud parts counts.
 _LEAST_RANGE_DB = 10.0
+_DIP_LOOK_BACK = 2 * SPEECH_RATE
 
 
 def find_voice_end(samples: Samples, voiced_len: int) -> int:
@@ -36,6 +37,21 @@ def find_voice_end(samples: Samples, voiced_len: int) -> int:
         threshold = max(threshold, min(above_noise, loud - _LEAST_RANGE_DB))
     audible = np.flatnonzero(voice >= threshold)
     return min((int(audible[-1]) + 1) * _FRAME, voiced_len)
+
+
+def find_dip(samples: Samples) -> int:
+    """Samples at the end of a voice, float32 [n] at 16 kHz, that are silent: 0 while it sounds.
+
+    For a voice of which it is not known that it has ended; to 10 ms. The silence that it is
+    compared with is the quietest of the last two seconds, so without any there is no dip.
+    """
+    levels = _levels_db(samples[-_DIP_LOOK_BACK:][::-1])
+    if not len(levels):
+        return 0
+    loud, quiet = float(np.percentile(levels, 95)), float(np.percentile(levels, 4))
+    threshold = max(loud - _VOICE_RANGE_DB, min(quiet + _NOISE_MARGIN_DB, loud - _LEAST_RANGE_DB))
+    audible = np.flatnonzero(levels >= threshold)
+    return int(audible[0]) * _FRAME if len(audible) else 0
 
 
 def _levels_db(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -2,9 +2,10 @@
 
     python bench/greedy_divergence.py REFERENCE MODEL... --prompts FILE [--tokens 64] [--json OUT]
 
-FILE has a prompt a line. All models run in torch with float32 arithmetic, so that only the weights
-differ. For each: on how many prompts the whole text is the same, and quartiles of the number of
-equal tokens before the first that differs.
+FILE has a prompt a line. Models run in torch with float32 arithmetic, so that only the weights
+differ; MODEL as native=PATH runs in compiled code, which rounds activations to 8 bits (and weights
+that are stored as floats). For each: on how many prompts the whole text is the same, and quartiles
+of the number of equal tokens before the first that differs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from llm_core.model_files import open_model
 from llm_core.runner import ModelRunner
 
 
-def greedy(path: str, prompts: list[str], num_tokens: int, num_threads: int) -> list[list[int]]:
+def greedy(model: str, prompts: list[str], num_tokens: int, num_threads: int) -> list[list[int]]:
     """Token ids of each reply, up to and including its end; all prompts decode together."""
+    is_native = model.startswith("native=")
+    path = model.removeprefix("native=")
     with open_model(path) as opened:
         ids = [
             opened.tokenizer.encode_pieces(
@@ -42,9 +45,11 @@ def greedy(path: str, prompts: list[str], num_tokens: int, num_threads: int) -> 
             max_sequences=len(ids),
             max_context=longest,
             kv_cache_tokens=len(ids) * (longest + 16),
-            backend="torch",
+            backend="native" if is_native else "torch",
         )
-        runner = ModelRunner.of(opened.model, config, weight_format="float32")
+        runner = ModelRunner.of(
+            opened.model, config, weight_format="auto" if is_native else "float32"
+        )
         ends = opened.tokenizer.eos_ids
     blocks_each = -(-longest // runner.block_size)
     tables = [tuple(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(len(ids))]
@@ -104,8 +109,8 @@ def main() -> None:
     result = {}
     for path in arguments.models:
         replies = greedy(path, prompts, arguments.tokens, arguments.threads)
-        result[Path(path).name] = compare(reference, replies)
-        print(Path(path).name, json.dumps(result[Path(path).name]), flush=True)
+        result[path] = compare(reference, replies)
+        print(path, json.dumps(result[path]), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -105,23 +105,28 @@ class Int8Matmul:
 
 
 class DynamicInt8Matmul:
-    """W8A8: 8-bit weights with a scale a row, activations rounded to 8 bits with a scale a token.
+    """W8A8: weights in 8 bits, and activations rounded to 8 bits at each call.
 
-    The integers are multiplied in float32, which is exact to 2^24: torch's 8-bit product of this
-    CPU class saturates (oneDNN without VNNI) or takes 50 times as long (``_int_mm``).
+    codes int8 [N, K]; scale float32 [N, G], of K / G neighbours along K each; a token's activations
+    get a scale for each of the same groups. One scale a token would be spoilt by single inputs that
+    are a thousand times larger than the others, which language models have. What the integers mean
+    is multiplied in float32: torch's 8-bit product of this CPU class saturates (oneDNN without
+    VNNI) or takes 50 times as long (``_int_mm``).
     """
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        self._codes = codes.contiguous()
-        self._scale = scale
+        self._num_groups = scale.shape[1]
+        self._codes = codes.contiguous().view(codes.shape[0], self._num_groups, -1)
+        self._scale = scale.unsqueeze(-1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        token_scale = (x.abs().amax(1, keepdim=True) / 127).clamp_min(
+        groups = x.reshape(x.shape[0], self._num_groups, self._codes.shape[-1])
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(
             torch.finfo(torch.float32).tiny
         )
-        codes = (x / token_scale).round_()
-        product = F.linear(codes, self._codes.float())
-        return product.mul_(token_scale).mul_(self._scale)
+        rounded = (groups / scale).round_().mul_(scale)
+        weight = self._codes.float().mul_(self._scale)
+        return F.linear(rounded.flatten(1), weight.flatten(1))
 
 
 class Float8Matmul:

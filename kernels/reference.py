@@ -148,8 +148,10 @@ def grouped_matmul(
 
 
 def dynamic_int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """W8A8: ``int8_matmul`` of x with each row rounded to 255 steps of its own."""
-    return int8_matmul(fake_quantize_rows(x, x.shape[1]), codes, scale)
+    """W8A8: codes int8 [N, K], scale [N, G]; x is rounded to 255 steps in the same groups."""
+    group = codes.shape[1] // scale.shape[1]
+    weight = codes.to(scale.dtype) * scale.repeat_interleave(group, 1)
+    return fake_quantize_rows(x, group) @ weight.T
 
 
 def float8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

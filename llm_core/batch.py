@@ -39,12 +39,17 @@ class Segment:
     position start + r whatever it follows; its place in the text, and so its RoPE position, is
     start + depth(r); it sees all positions before ``start``, the rows it descends from, and
     itself.
+
+    ``skipped``: so many positions of the text lie in none of ``block_ids`` and are not seen (see
+    ``attention_window``). They are not counted by ``start``, but the place in the text of a row is
+    so much further on.
     """
 
     block_ids: tuple[int, ...]
     start: int
     length: int
     parents: tuple[int, ...] | None = None
+    skipped: int = 0
 
     @property
     def end(self) -> int:

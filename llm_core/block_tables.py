@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
+from llm_core.attention_window import GONE, AttentionWindow
 from llm_core.blocks import BlockPool
 from llm_core.prefix_cache import CachedBlock, PrefixCache
 from llm_core.sequence import TokenSequence
+
+# So many blocks that a window has just left are kept: a draft's end is often taken back a little.
+_SLACK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +30,15 @@ class BlockCopy:
 
 
 class BlockTables:
-    """The pool, the prefix cache, and the block tables of all sequences."""
+    """The pool, the prefix cache, and the block tables of all sequences.
 
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+    With a ``window``, blocks that it has left are given back, and ``GONE`` stands in their places.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, window: AttentionWindow | None = None
+    ) -> None:
+        self.window = window
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool)
 
@@ -40,16 +51,25 @@ class BlockTables:
         """Blocks that hold ``num_tokens`` positions."""
         return -(-num_tokens // self.pool.block_size)
 
+    def num_needed(self, num_rows: int) -> float:
+        """Blocks that any sequence can go on with, ``num_rows`` rows a step; without a window there
+        is no such number (infinity)."""
+        if self.window is None:
+            return inf
+        return self.window.num_blocks + _SLACK + self.num_blocks_of(num_rows) + 1
+
     def admit(self, sequence: TokenSequence, *, spare: int) -> list[BlockCopy] | None:
         """Blocks for all tokens of a sequence that has none, as many of them as possible from the
-        cache; sets its computed length. Returns the copies that make it true, in order.
+        cache; sets its computed length. Returns the copies that make it true, in order. With a
+        window, blocks for as many more tokens as it sees; the others come with ``prepare``.
 
         None, and nothing changes, unless ``spare`` blocks would be available afterwards. One token
         at least is left to compute, since logits come from a row.
         """
         assert not sequence.block_ids, "admitted once"
         match = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1, sequence.salt)
-        fresh = self.num_blocks_of(len(sequence.token_ids)) - len(match.full)
+        total = self._num_admitted(sequence, len(match.full))
+        fresh = total - len(match.full)
         for entry in match.full:
             self.cache.hold(entry.block)
         if fresh + spare > self.num_available:
@@ -60,8 +80,8 @@ class BlockTables:
         sequence.block_keys = [entry.key for entry in match.full if entry.key is not None]
         sequence.computed_len = len(match.full) * self.pool.block_size + match.tail_len
         copies = [] if match.tail is None else self._start_in(match.tail, match.tail_len, sequence)
-        more = self.num_blocks_of(len(sequence.token_ids)) - len(sequence.block_ids)
-        sequence.block_ids += self._allocate(more, sequence)
+        sequence.block_ids += self._allocate(total - len(sequence.block_ids), sequence)
+        self.slide(sequence)
         self.cache.counts.prompt_tokens += len(sequence.token_ids)
         self.cache.counts.hit_tokens += sequence.computed_len
         return copies
@@ -114,18 +134,41 @@ class BlockTables:
         size = self.pool.block_size
         index = len(sequence.block_keys)
         tokens = tuple(sequence.token_ids[index * size : sequence.computed_len])
-        if tokens and self.pool.num_refs(sequence.block_ids[index]) == 1:
+        if not tokens or sequence.block_ids[index] == GONE:
+            return
+        if self.pool.num_refs(sequence.block_ids[index]) == 1:
             self.cache.publish(sequence.block_ids[index], self._parent(sequence), tokens)
+
+    def slide(self, sequence: TokenSequence) -> None:
+        """Gives back what the next rows of ``sequence`` do not see any more; the prefix cache keeps
+        it while there is room. What is pinned stays whole, for others begin with it."""
+        if self.window is None or sequence.is_pinned:
+            return
+        size = self.pool.block_size
+        last_row_block = max(0, sequence.computed_len - 1) // size
+        sequence.num_unseen = len(self.window.unseen(last_row_block)) * size
+        next_block = sequence.computed_len // size
+        for index in reversed(self.window.unseen(next_block - _SLACK)):
+            block = sequence.block_ids[index]
+            if block == GONE:
+                break
+            self.cache.let_go(block)
+            sequence.block_ids[index] = GONE
 
     def cut(self, sequence: TokenSequence) -> None:
         """After tokens were taken from the end: blocks behind the last token are let go, and a
         block with fewer tokens than it had loses its key (for this sequence; the cache keeps it as
-        what it is)."""
+        what it is). If a window has left blocks that are seen again now, all are let go."""
         keep = self.num_blocks_of(len(sequence.token_ids))
         for block in reversed(sequence.block_ids[keep:]):
-            self.cache.let_go(block)
+            self._let_go(block)
         del sequence.block_ids[keep:]
-        del sequence.block_keys[sequence.computed_len // self.pool.block_size :]
+        next_block = sequence.computed_len // self.pool.block_size
+        del sequence.block_keys[next_block:]
+        if self.window is not None:
+            first = self.window.unseen(next_block).stop
+            if GONE in sequence.block_ids[first : next_block + 1]:
+                self.release(sequence)
 
     def fork(self, source: TokenSequence, target: TokenSequence) -> None:
         """Lets ``target``, which has no blocks and equal tokens, share all that is computed."""
@@ -135,14 +178,15 @@ class BlockTables:
         target.block_keys = list(source.block_keys)
         target.computed_len = source.computed_len
         for block in target.block_ids:
-            self.cache.hold(block)
+            if block != GONE:
+                self.cache.hold(block)
 
     def release(self, sequence: TokenSequence) -> None:
         """Takes all blocks of a sequence; what is computed stays cached while there is room."""
         if sequence.block_ids:
             self.publish_tail(sequence)
         for block in reversed(sequence.block_ids):
-            self.cache.let_go(block)
+            self._let_go(block)
         sequence.block_ids = []
         sequence.block_keys = []
         sequence.computed_len = 0
@@ -152,12 +196,33 @@ class BlockTables:
         held = list(self.cache.check())
         size = self.pool.block_size
         for sequence in sequences:
-            held += sequence.block_ids
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a block twice"
+            blocks = [block for block in sequence.block_ids if block != GONE]
+            held += blocks
+            assert len(set(blocks)) == len(blocks), "a block twice"
+            self._check_gone(sequence)
             assert sequence.computed_len <= len(sequence.block_ids) * size, "KV has a place"
             assert len(sequence.block_ids) <= self.num_blocks_of(len(sequence.token_ids))
             assert len(sequence.block_keys) == sequence.computed_len // size, "all full published"
         self.pool.check(held)
+
+    def _num_admitted(self, sequence: TokenSequence, num_cached: int) -> int:
+        """Blocks in the table of a sequence that is admitted with the first ``num_cached``."""
+        total = self.num_blocks_of(len(sequence.token_ids))
+        if self.window is None:
+            return total
+        return min(total, num_cached + self.window.num_blocks)
+
+    def _let_go(self, block: int) -> None:
+        if block != GONE:
+            self.cache.let_go(block)
+
+    def _check_gone(self, sequence: TokenSequence) -> None:
+        gone = [index for index, block in enumerate(sequence.block_ids) if block == GONE]
+        if gone:
+            assert self.window is not None, "blocks are given back by a window"
+            unseen = self.window.unseen(sequence.computed_len // self.pool.block_size)
+            assert gone == list(range(unseen.start, gone[-1] + 1)), "a hole behind the sinks"
+            assert gone[-1] < unseen.stop, "what is seen is there"
 
     def _start_in(
         self, tail: CachedBlock, tail_len: int, sequence: TokenSequence

@@ -91,9 +91,10 @@ def _norm(backend: Backend, config: ModelConfig, weight: Weight) -> Norm:
 
 def _rotations(table: torch.Tensor, segment: Segment) -> torch.Tensor:
     """The rows of a RoPE table for the places in the text of a segment's rows."""
+    first = segment.start + segment.skipped
     if segment.parents is None:
-        return table[segment.start : segment.end]
-    return table[[segment.start + depth for depth in tree_depths(segment.parents)]]
+        return table[first : first + segment.length]
+    return table[[first + depth for depth in tree_depths(segment.parents)]]
 
 
 class Decoder:
@@ -110,12 +111,15 @@ class Decoder:
         self.config = config
         self._backend = backend
         self._embedding = weights["embedding"]
+        # First: what packing the largest matrix takes is given back before the layers are there.
+        head = self._embedding if config.tie_embeddings else weights["head"]
+        self._head = Linear(head, formats.head)
+        del head
         self._layers = [
             _Layer(config, weights, f"layers.{index}.", formats.layers, backend)
             for index in range(config.num_layers)
         ]
         self._final_norm = _norm(backend, config, weights["final_norm"])
-        self._head = Linear(weights["embedding" if config.tie_embeddings else "head"], formats.head)
         self._ropes = rope_tables(config, max_context)
         self._gated = backend.swiglu if config.activation == "silu" else backend.geglu
         windows = [config.window_of(layer) for layer in range(config.num_layers)]

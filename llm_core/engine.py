@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from llm_core.attention_window import AttentionWindow
 from llm_core.batch import ForwardResult
 from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
@@ -64,12 +65,13 @@ class Engine:
         max_waiting: int = 64,
         policy: PolicyName = "deadline",
         max_step_ms: int | None = None,
+        window: AttentionWindow | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``max_step_ms`` None: the row budgets of the scheduler stay as they are."""
         self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(
-            BlockTables(runner.num_blocks, runner.block_size),
+            BlockTables(runner.num_blocks, runner.block_size, window),
             make_policy(policy),
             max_running=max_sequences,
             max_waiting=max_waiting,
@@ -91,6 +93,7 @@ class Engine:
         """From now on steps verify what ``drafter`` proposes, and what guides force, where the
         controller finds that worth it. Once, before the first request."""
         assert self._speculator is None and not self._requests, "nothing runs yet"
+        assert self.scheduler.tables.window is None, "drafts and a window do not go together"
         self._speculator = Speculator(
             drafter, controller, max_context=self._runner.max_context, clock=self._clock
         )
@@ -113,6 +116,7 @@ class Engine:
             max_waiting=config.max_waiting,
             policy=config.policy,
             max_step_ms=config.max_step_ms,
+            window=runner.attention_window(config),
         )
         if config.speculation != "off":
             engine.speculate(drafter, make_controller(config, runner))
@@ -334,9 +338,12 @@ class Engine:
 
     def _limit_length(self) -> None:
         """The longest sequence must fit into the pool beside what is pinned, and with a block to
-        spare for a copy."""
-        pool = self.scheduler.tables.pool
-        self._make.limit((pool.num_blocks - self._num_pinned_blocks - 1) * pool.block_size)
+        spare for a copy; with a window, as much of it as is seen and a chunk."""
+        tables = self.scheduler.tables
+        room = tables.pool.num_blocks - self._num_pinned_blocks - 1
+        is_endless = room >= tables.num_needed(_LARGEST_CHUNK)
+        limit = self._runner.max_context if is_endless else room * tables.pool.block_size
+        self._make.limit(limit)
 
     def _draft(self, request_id: int) -> Request:
         request = self._requests.get(request_id)
@@ -396,7 +403,8 @@ class Engine:
         for copy in plan.copies:
             self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
         wants_features = speculator is not None and speculator.wants_features
-        result = self._runner.forward(make_batch(plan, wants_features=wants_features))
+        batch = make_batch(plan, self.scheduler.tables, wants_features=wants_features)
+        result = self._runner.forward(batch)
         duration_ns = self._clock() - start_ns
         self._learn(plan.num_rows, duration_ns)
         if speculator is not None:

@@ -181,6 +181,7 @@ class Generation:
             cached_tokens=self._sequence.cached_len,
             dropped_messages=self._sequence.num_dropped,
             downgrades=self._sequence.downgrades,
+            unseen_tokens=self._sequence.num_unseen,
         )
 
     def _done(self, reason: FinishReason) -> GenerationDone:
@@ -191,6 +192,7 @@ class Generation:
                 prompt_tokens=sequence.prompt_len,
                 cached_tokens=sequence.cached_len,
                 completion_tokens=sequence.num_generated,
+                unseen_tokens=sequence.num_unseen,
             ),
             num_steps=sequence.num_steps,
             finished_ns=self._clock(),

@@ -75,14 +75,15 @@ class QuantizeOptions:
     """``text`` is for calibration (None: the model writes its own), ``eval_text`` for measuring
     (None: an eighth of the calibration windows, which is then not calibrated with).
 
-    ``bits``, ``group`` and ``is_symmetric`` are of gptq, awq and rtn; a group of -1 is a whole row.
+    ``bits`` and ``is_symmetric`` are of gptq, awq and rtn, ``group`` of all but fp8: -1 is a whole
+    row, None the largest of 128, 64 and 32 (for int8, 32) that divides all matrices' inputs.
     """
 
     model_path: Path
     out_dir: Path
     method: QuantizeMethod
     bits: int = 4
-    group: int = 128
+    group: int | None = None
     act_order: bool = True
     is_symmetric: bool = False
     text: str | None = None
@@ -101,7 +102,9 @@ class QuantizeOptions:
             raise InvalidRequestError(f"bits is {self.bits}, expected {allowed}")
         if self.method == "awq" and self.is_symmetric:
             raise InvalidRequestError("AWQ files have zero points: they cannot be symmetric")
-        if self.group != -1 and not (8 <= self.group <= 1 << 16 and self.group % 8 == 0):
+        if self.group not in (None, -1) and not (
+            8 <= self.group <= 1 << 16 and self.group % 8 == 0
+        ):
             raise InvalidRequestError(
                 f"group is {self.group}, expected -1 (a whole row) or a multiple of 8"
             )

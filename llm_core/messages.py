@@ -164,11 +164,13 @@ class OptionFields(TypedDict, total=False):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of one request."""
+    """Token counts of one request. ``unseen_tokens``: of prompt and completion, those that the last
+    token was chosen without, for a sliding window had left them (``attention_window``)."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    unseen_tokens: int = 0
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag="first_token"):
@@ -181,6 +183,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag="first_token"):
     cached_tokens: int
     dropped_messages: int = 0
     downgrades: tuple[Downgrade, ...] = ()
+    unseen_tokens: int = 0
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -308,7 +311,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     "off". ``speculation_optional``: where the head does not fit, go on without one. At most
     ``draft_tokens`` drafts of ``draft_depth`` one after another, of which ``draft_width`` paths are
     followed; ``draft_control`` "auto" drafts less, or not at all, where that is measured to be
-    faster, "fixed" always does. Raises ValueError for impossible numbers.
+    faster, "fixed" always does.
+
+    ``attention_window``: tokens see only the last so many before them and the first
+    ``attention_sinks`` of their sequence (both rounded up to blocks of 16), at the positions that
+    they have in the text; blocks between are given back, so that a long conversation needs no more
+    of the pool than that. None: all. Not together with speculation, nor on a GPU. Raises ValueError
+    for impossible numbers.
     """
 
     model_path: str
@@ -330,6 +339,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_width: int = 4
     draft_control: DraftControl = "auto"
     tensor_parallel: int = 1
+    attention_window: int | None = None
+    attention_sinks: int = 64
 
     def __post_init__(self) -> None:
         for name in (
@@ -338,6 +349,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.attention_sinks < 0:
+            raise ValueError(f"attention_sinks must be at least 0, got {self.attention_sinks}")
+        if self.attention_window is not None:
+            recent = self.attention_window
+            if recent < 16:
+                raise ValueError(f"attention_window must be at least 16, got {recent}")
+            if self.speculation != "off":
+                raise ValueError("attention_window needs speculation to be off")
         if self.max_context is not None and self.max_context < 2:
             raise ValueError(f"max_context must be at least 2, got {self.max_context}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 64:

@@ -47,7 +47,7 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 
 
 class SegmentArrays:
-    """Segments as the C code reads them: the addresses of ``fields`` int32 [S, 4], ``parents`` of
+    """Segments as the C code reads them: the addresses of ``fields`` int32 [S, 5], ``parents`` of
     all rows, and ``block_ids`` of all, valid as long as this object. Raises IndexError where their
     numbers do not fit."""
 
@@ -62,6 +62,7 @@ class SegmentArrays:
             if segment.parents is not None and len(segment.parents) != segment.length:
                 raise IndexError(f"{segment} is a tree of another number of rows")
             fields += [segment.start, segment.length, len(block_ids), segment.is_tree]
+            fields.append(segment.skipped)
             block_ids += segment.block_ids
             parents += segment.parents or range(-1, segment.length - 1)
         # One array, and not of numpy: a step makes it anew, with caches that are cold.
@@ -119,10 +120,12 @@ class NativeDecoder:
         tables = rope_tables(config, max_context)
         rotations = [self._floats(torch.view_as_real(table)) for table in tables.tables]
         self._layers = (native.Layer * config.num_layers)()
+        # Embedding and head come first: the largest matrices are there twice while they are packed,
+        # which costs nothing while the layers are not there yet.
+        self.struct = self._make_model(weights, max_context)
         for index in range(config.num_layers):
             self._fill_layer(weights, index)
             self._layers[index].rotations = rotations[tables.layer_table[index]]
-        self.struct = self._make_model(weights, max_context)
         self._session = self._functions.pn_session_create(self.pool.handle, self.struct)
         if not self._session:
             raise MemoryError("no memory for the decoder's buffers")
@@ -135,7 +138,7 @@ class NativeDecoder:
     @property
     def weight_format(self) -> str:
         """What the layers' weights and the head are packed as."""
-        bits = {m.struct.bits for m in self._matrices[: 4 * self.config.num_layers]}
+        bits = {m.struct.bits for m in self._matrices[-4 * self.config.num_layers :]}
         layers = "/".join(f"int{b}" for b in sorted(bits))
         head = f"int{self.struct.head.bits}"
         return layers if layers == head else f"{layers}+{head} head"

@@ -10,6 +10,7 @@ from typing import TypedDict
 import torch
 
 from kernels import BackendName
+from llm_core.attention_window import AttentionWindow
 from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.config import ModelConfig
 from llm_core.cuda_cache import GpuKvCache
@@ -62,13 +63,15 @@ class ModelRunner:
         kv_dtype: KvChoice = "float32",
         max_context: int | None = None,
         max_sequences: int = 1,
+        is_pool_limit: bool = True,
         group: RankGroup | None = None,
         name: str = "in-memory",
     ) -> None:
         """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``;
         ``backend`` are the kernels of torch's decoder; ``model_backend`` and ``native_cache_dir``
-        as in ``EngineConfig``; ``num_blocks`` None: enough for two sequences of the longest kind;
-        ``group`` are the ranks that share the model.
+        as in ``EngineConfig``; ``is_pool_limit``: no sequence is longer than the whole pool (one
+        that a window slides over may be); ``num_blocks`` None: enough for two sequences of the
+        longest kind; ``group`` are the ranks that share the model.
 
         Raises ModelLoadError when the KV cache cannot fit into the memory that is to hold it, and
         as ``make_model`` does.
@@ -77,7 +80,7 @@ class ModelRunner:
         self.config = config
         self.num_blocks = num_blocks or 2 * -(-longest // block_size)
         self.block_size = block_size
-        self.max_context = min(longest, self.num_blocks * block_size)
+        self.max_context = min(longest, self.num_blocks * block_size) if is_pool_limit else longest
         self._name = name
         self._num_threads = num_threads
         self._followers: Followers | None = None  # live as long as this
@@ -133,6 +136,20 @@ class ModelRunner:
         runner._followers, runner._group = followers, group
         return runner
 
+    def attention_window(self, engine_config: EngineConfig) -> AttentionWindow | None:
+        """The one that is asked for. Raises ModelLoadError where the model cannot have it."""
+        recent = engine_config.attention_window
+        if recent is None:
+            return None
+        if why_no_gpu(engine_config.backend) is None:
+            raise ModelLoadError("attention_window: the GPU decoder has none; use native or torch")
+        own = self.config.sliding_window if any(self.config.layer_is_sliding) else None
+        if own is not None and recent < own:
+            raise ModelLoadError(
+                f"attention_window is {recent}, but layers of this model see {own} positions"
+            )
+        return AttentionWindow.of_tokens(engine_config.attention_sinks, recent, self.block_size)
+
     def close(self) -> None:
         """Ends the other ranks, where there are some; a process that ends does so too."""
         if self._followers is not None and self._group is not None:
@@ -167,6 +184,7 @@ class ModelRunner:
             kv_dtype=engine_config.kv_dtype,
             max_context=engine_config.max_context,
             max_sequences=engine_config.max_sequences,
+            is_pool_limit=engine_config.attention_window is None,
             model_backend=engine_config.backend,
             native_cache_dir=engine_config.native_cache_dir,
             group=group,
@@ -221,7 +239,8 @@ class ModelRunner:
         written: list[int] = []
         for segment in batch.segments:
             assert segment.start >= 0 and segment.length > 0, f"empty {segment}"
-            assert segment.end <= self.max_context, f"{segment} exceeds {self.max_context}"
+            text_end = segment.end + segment.skipped
+            assert text_end <= self.max_context, f"{segment} exceeds {self.max_context}"
             assert segment.end <= len(segment.block_ids) * self.block_size, (
                 f"{segment} lacks blocks"
             )

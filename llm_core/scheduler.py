@@ -116,7 +116,11 @@ class Scheduler:
 
     def changed(self, sequence: TokenSequence) -> None:
         """The tokens of a sequence were replaced, or it is not open any more."""
+        had_blocks = bool(sequence.block_ids)
         self.tables.cut(sequence)
+        if had_blocks and not sequence.block_ids and sequence in self._running:
+            self._running.remove(sequence)  # a window had left what is seen again now
+            self._waiting.append(sequence)
         self._settle(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -165,6 +169,7 @@ class Scheduler:
             sequence.computed_len += chunk.length
             sequence.num_steps += 1
             self.tables.publish(sequence)
+            self.tables.slide(sequence)
             if sequence.is_open:
                 self._settle(sequence)
 

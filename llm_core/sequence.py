@@ -25,7 +25,8 @@ class TokenSequence:
     ``is_open``: a draft; it stays when all is computed, until it is ended, and its tokens may
     change. ``is_pinned``: its blocks are never taken from it. ``deadline_ns`` (monotonic) is the
     instant at which its next token is needed; None: soon, but nobody counts. ``num_dropped``:
-    messages that were left out of the prompt because they did not fit; ``downgrades``: what was
+    messages that were left out of the prompt because they did not fit; ``num_unseen``: tokens that
+    the last computed row does not see, because a window has left them; ``downgrades``: what was
     given up to be in time.
     """
 
@@ -43,6 +44,7 @@ class TokenSequence:
         "max_len",
         "num_dropped",
         "num_steps",
+        "num_unseen",
         "priority",
         "prompt_len",
         "salt",
@@ -81,6 +83,7 @@ class TokenSequence:
         self.computed_len = 0
         self.num_steps = 0
         self.num_dropped = 0
+        self.num_unseen = 0
         self.downgrades: tuple[Downgrade, ...] = ()
         self.block_ids: list[int] = []
         self.block_keys: list[bytes] = []

@@ -11,13 +11,16 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from llm_core.attention_window import GONE, AttentionWindow
 from llm_core.batch import ForwardBatch, ForwardResult, Segment
+from llm_core.block_tables import BlockTables
 from llm_core.sampler import FloatRow
 from llm_core.scheduler import Chunk, StepPlan
 
 
-def make_batch(plan: StepPlan, *, wants_features: bool) -> ForwardBatch:
+def make_batch(plan: StepPlan, tables: BlockTables, *, wants_features: bool) -> ForwardBatch:
     """The rows of all chunks; of a chunk with drafts, all have logits."""
+    window, block_size = tables.window, tables.pool.block_size
     token_ids: list[int] = []
     segments: list[Segment] = []
     logit_rows: list[int] = []
@@ -29,6 +32,11 @@ def make_batch(plan: StepPlan, *, wants_features: bool) -> ForwardBatch:
             logit_rows += range(num_rows - 1, num_rows + len(chunk.tree))
         token_ids += chunk.tree.token_ids
         parents = chunk.tree.row_parents if chunk.tree else None
+        if window is not None:
+            assert not chunk.tree, "drafts and a window do not go together"
+            table = chunk.sequence.block_ids
+            segments += windowed_segments(window, table, chunk.start, chunk.length, block_size)
+            continue
         block_ids = tuple(chunk.sequence.block_ids)
         segments.append(Segment(block_ids, chunk.start, chunk.num_rows, parents))
     return ForwardBatch(
@@ -37,6 +45,26 @@ def make_batch(plan: StepPlan, *, wants_features: bool) -> ForwardBatch:
         logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
         wants_features=wants_features,
     )
+
+
+def windowed_segments(
+    window: AttentionWindow, block_ids: list[int], start: int, length: int, block_size: int
+) -> Iterator[Segment]:
+    """Positions [start, start + length) as segments, the rows of each of which see the same blocks.
+    Their tables have no hole; ``Segment.skipped`` says what was left out."""
+    end = start + length
+    while start < end:
+        block = start // block_size
+        unseen = window.unseen(block)
+        last = block if unseen else max(block, window.num_sinks + window.num_recent)
+        stop = min(end, (last + 1) * block_size)
+        ids = tuple(block_ids[: -(-stop // block_size)])
+        if unseen:
+            ids = (*ids[: unseen.start], *ids[unseen.stop :])
+        assert GONE not in ids, "what a row sees is there"
+        skipped = len(unseen) * block_size
+        yield Segment(ids, start - skipped, stop - start, skipped=skipped)
+        start = stop
 
 
 def logits_by_chunk(

@@ -19,6 +19,7 @@ from app.conversation.events import SessionEvent
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.services import Services
+from app.conversation.speaking import Speaking
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
@@ -466,6 +467,7 @@ def fake_services(
         engine=cast(Any, engine),
         recognition=recognition,
         load=Load(recognition, known.eager_max_generating),
+        speaking=Speaking(workers),
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
         workers=workers,

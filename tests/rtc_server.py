@@ -63,19 +63,27 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, *replies: str, words: Sequence[str] = (), **settings: Any
+    tmp_path: Path,
+    *replies: str,
+    words: Sequence[str] = (),
+    engine: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
-    """``words``: what the caller says, turn by turn; always the same question if none are given."""
+    """``words``: what the caller says, turn by turn; always the same question if none are given.
+
+    ``engine``: a real one, in place of the one that says ``replies``.
+    """
     (tmp_path / "index.html").write_text("<!doctype html><title>Parley</title>")
     services = fake_services(
-        ScriptedEngine(*(replies or ("It is sunny.",))),
+        engine or ScriptedEngine(*(replies or ("It is sunny.",))),
         ScriptedRecognizer(*(words or ["What is the weather?"] * 50)),
         Singer(),
         host="127.0.0.1",
         port=0,
         **settings,
     )
-    cast(Any, services.engine).is_alive = True
+    if engine is None:
+        cast(Any, services.engine).is_alive = True
     app = create_app(services.settings, services, web_root=tmp_path)
     async with listening(app, services.settings) as url:
         yield Server(url, app, services)

@@ -11,6 +11,7 @@ import pytest
 from app.conversation.events import (
     InputCommitted,
     OutputAudio,
+    PlaybackCut,
     ResponseDone,
     ResponseStarted,
     SpeechStarted,
@@ -123,6 +124,59 @@ async def test_the_answer_goes_on_at_the_sample_where_it_stopped() -> None:
         assert len(jumps) == 1, "one place where it goes back, everywhere else sample by sample"
         back = (stream[jumps[0]] + 1 - stream[jumps[0] + 1]) % 16_000
         assert 0 < back <= 24_000 * 1.1
+
+
+async def until_sent(c: Call) -> None:
+    """Listen until the answer is sent whole; its end is still being heard."""
+    while not c.out.of(ResponseDone):
+        await c.hear(silence(0.02))
+    assert c.session._last_turn is not None and c.session._last_turn.is_playing
+
+
+async def test_mhm_over_the_end_of_an_answer_is_no_turn_and_cuts_nothing() -> None:
+    async with semantic(ScriptedEngine(LONG, "never"), "Count, please.", "Mhm.") as c:
+        await c.ask()
+        await until_sent(c)
+        num_cuts = len(c.out.of(PlaybackCut))
+        await c.hear(voice(0.3) + silence(0.5))
+        await c.clock.advance(10)
+        assert len(c.out.of(PlaybackCut)) == num_cuts
+        assert len(c.out.of(InputCommitted)) == len(c.out.of(ResponseDone)) == 1
+        assert len(c.out.of(SpeechStarted)) == len(c.out.of(SpeechStopped)) == 2
+        assert c.messages()[-1].content == LONG
+
+
+async def test_words_over_the_end_of_an_answer_stop_it() -> None:
+    async with semantic(ScriptedEngine(LONG, "Fine."), "Count, please.", "Stop it now.") as c:
+        await c.ask()
+        await until_sent(c)
+        num_cuts = len(c.out.of(PlaybackCut))
+        await c.hear(voice(0.4) + silence(0.3))
+        assert len(c.out.of(PlaybackCut)) == num_cuts + 1
+        await c.hear(silence(0.5))
+        await c.clock.advance(10)
+        assert [m.content for m in c.messages()][2:] == ["Stop it now.", "Fine."]
+        assert LONG.startswith(c.messages()[1].content) and c.messages()[1].content != LONG
+
+
+async def test_a_long_voice_over_the_end_stops_it_before_its_words_are_known() -> None:
+    async with semantic(ScriptedEngine(LONG, "Fine."), "Count, please.", "Yes yes.") as c:
+        await c.ask()
+        await until_sent(c)
+        num_cuts = len(c.out.of(PlaybackCut))
+        await c.hear(voice(0.85))
+        assert len(c.out.of(PlaybackCut)) == num_cuts + 1
+
+
+async def test_yes_over_the_end_of_a_question_is_an_answer() -> None:
+    question = "One two three four five six seven eight nine ten. Shall I go on counting for you?"
+    engine = ScriptedEngine(question, "Eleven.")
+    async with semantic(engine, "Count, please.", "Yeah.") as c:
+        await c.ask()
+        await until_sent(c)
+        await c.hear(voice(0.3) + silence(1.0))
+        await c.clock.advance(10)
+        assert [m.content for m in c.messages()][2:] == ["Yeah.", "Eleven."]
 
 
 async def test_stop_stops_and_a_second_mhm_does_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from app.bench.figures import cpu_seconds, percentiles, word_errors
 from app.bench.voice import Tally
 from app.bench.voice_script import SCRIPT, Kind, Line, Utterance
-from app.recording import RATE, Recording, VoicedFrames
+from app.recording import RATE, Played, Recording, VoicedFrames
 from app.talk_client import CallerAudio, TalkResult
 from app.talk_log import Turn
 from tests.fakes import EnergyVad
@@ -76,6 +77,20 @@ def test_a_turn_answered_once_is_no_cutoff_and_two_items_for_one_line_are() -> N
     assert figures["wasted_tokens"] == 6 and figures["playout_gaps"] == 2
     assert figures["cpu"]["seconds_per_turn"] == 4.5
     assert figures["wer"] == 0
+
+
+def test_a_cutoff_that_was_repaired_is_counted_by_who_heard_of_it() -> None:
+    said, tally = utterance(Kind.PAUSE), Tally()
+    withdrawn, whole = turn(), turn(a="Tell me. Stop.")
+    withdrawn.is_withdrawn = True
+    loud = np.full(RATE // 10, 3_000, np.int16)
+    for pieces in ([], [Played(RATE, loud)]):
+        withdrawn.pieces = pieces
+        tally.take(said, replace(result(said, withdrawn, whole), num_rejoined=1))
+    figures = tally.to_dict(1, None, 10.0)
+    assert figures["repaired_cutoffs"] == {"heard": 1, "unheard": 1}
+    assert (figures["false_cutoffs"], figures["missed_turns"]) == (0, 0)
+    assert figures["v2v_ms"]["n"] == 2, "no turn has ended where one was withdrawn"
 
 
 def test_a_barge_in_is_measured_from_the_onset_of_the_voice() -> None:

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from app.config import DEFAULT_STAGES_MS, Settings, load_settings
 from app.conversation.budget import STAGE_NAMES, BudgetedChunker, BudgetTargets, TurnBudget
-from app.conversation.events import OutputText
 from app.conversation.filler import Filler
 from app.conversation.session_config import SessionConfig
 from app.errors import ConfigError
 from app.observe.trace import TurnTrace
 from audio.text import ClauseChunker
+from llm_core import EngineBusyError, EngineDiedError
+from tests.budget_faults import TEXT, check_words, misses, small_engine, turns, waits_ms
 from tests.fakes import ManualClock, PacedEngine, recent
-from tests.session_call import Call, call
+from tests.session_call import call
 
 MS = 1_000_000
 START_NS = 1000 * MS
-TEXT = "The weather there is usually rather mild in spring. It rains now and then, though not much."
 
 
 def budget_of(
@@ -157,51 +157,6 @@ def test_only_a_late_turn_gets_a_shorter_first_clause() -> None:
 # --- whole turns under an injected fault ---
 
 
-async def turns(
-    fault: str, *policies: str, budget_ms: int = 1000, num_turns: int = 5
-) -> list[dict[str, Any]]:
-    """Records of turns with a fault: asr (+500 ms), engine (paused for a second), tts (slow)."""
-    engine = PacedEngine(ManualClock(), TEXT)
-    settings = {
-        "budget_ms": budget_ms,
-        "budget_policies": policies,
-        "eager_silence_ms": 500,  # no work ahead: the fault is not hidden
-    }
-    async with call(engine, *["How is it there?"] * num_turns, settings=settings) as c:
-        assert c.paced is not None
-        c.paced.delays_s["_synthesize"] = lambda job: 0.02 * len(job.args[0].split())
-        engine.token_s = 0.02
-        if fault == "asr":
-            c.paced.delays_s["transcribe"] = 0.58
-        elif fault == "engine":
-            engine.queue_s = 1.0
-        elif fault == "tts":
-            c.paced.delays_s["_synthesize"] = lambda job: 0.3 * len(job.args[0].split())
-        if "filler" in policies:
-            object.__setattr__(c.services, "filler", Filler("Let me see.", c.synthesizer))  # type: ignore[arg-type]
-        for _ in range(num_turns):
-            await c.ask()
-            await c.clock.advance(40)
-        check_words(c)
-        found = recent(c.services.traces.store, 100)
-    assert len(found) == num_turns
-    return found
-
-
-def check_words(c: Call) -> None:
-    """The policies change when words are said, and never which, the filler aside."""
-    said = "".join(event.text for event in c.out.of(OutputText)).replace("Let me see.", "")
-    assert said == TEXT * (len(said) // len(TEXT))
-
-
-def waits_ms(found: list[dict[str, Any]]) -> list[float]:
-    return [turn["voice_to_voice_ms"] for turn in found]
-
-
-def misses(found: list[dict[str, Any]]) -> int:
-    return sum("total" in turn["budget"]["misses_ms"] for turn in found)
-
-
 async def test_a_turn_in_time_is_left_alone() -> None:
     plain = await turns("none", budget_ms=1200)
     watched = await turns("none", "short_first_clause", "filler", budget_ms=1200)
@@ -257,3 +212,81 @@ async def test_a_timed_out_turn_is_told_even_behind_a_filler() -> None:
         (turn,) = recent(c.services.traces.store, 10)
         assert turn["outcome"] == "timed_out"
         assert turn["budget"]["actions"][0]["saved_ms"] is None
+
+
+# --- a smaller model for the turns that are late ---
+
+
+async def test_a_smaller_model_answers_when_the_first_one_is_busy() -> None:
+    off = await turns("engine", budget_ms=1200)
+    on = await turns("engine", "smaller_model", budget_ms=1200)
+    assert misses(off) == 5 and misses(on) == 0
+    for before, after in zip(off, on, strict=True):
+        (action,) = after["budget"]["actions"]
+        assert (action["policy"], action["stage"]) == ("smaller_model", "queue")
+        saved_ms = before["stages_ms"]["queue"] - after["stages_ms"]["queue"]
+        assert action["saved_ms"] == pytest.approx(saved_ms, abs=60)  # its own reading is in there
+        assert before["voice_to_voice_ms"] - after["voice_to_voice_ms"] > 300
+        assert (before["facts"]["model"], after["facts"]["model"]) == ("scripted", "small")
+
+
+async def test_a_first_model_in_time_gives_the_answer() -> None:
+    for turn in await turns("none", "smaller_model", budget_ms=1200):
+        assert turn["facts"]["model"] == "scripted" and turn["budget"]["actions"] == []
+
+
+async def hurried(break_it: Any, *, budget_ms: int = 1000) -> dict[str, Any]:
+    """The record of a turn with an engine that does nothing for a second."""
+    engine = PacedEngine(ManualClock(), TEXT)
+    engine.queue_s = 1.0
+    settings = {"budget_policies": ("smaller_model",), "budget_ms": budget_ms}
+    async with call(engine, "How is it?", settings=settings) as c:
+        small = small_engine(engine.clock)
+        object.__setattr__(c.services, "small_engine", small)
+        break_it(engine, small)
+        await c.ask()
+        await c.clock.advance(40)
+        check_words(c)
+        assert small.num_running == 0
+        (turn,) = recent(c.services.traces.store, 10)
+        return turn
+
+
+def small_is_full(engine: PacedEngine, small: PacedEngine) -> None:
+    small.error = EngineBusyError("full")
+
+
+def small_is_slower(engine: PacedEngine, small: PacedEngine) -> None:
+    small.queue_s = 5.0
+
+
+def first_dies(engine: PacedEngine, small: PacedEngine) -> None:
+    engine.error = EngineDiedError("gone")
+
+
+def both_die(engine: PacedEngine, small: PacedEngine) -> None:
+    engine.error = small.error = EngineDiedError("gone")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "outcome", "model"),
+    [
+        (small_is_full, "answered", "scripted"),
+        (small_is_slower, "answered", "scripted"),
+        (first_dies, "answered", "small"),
+        (both_die, "failed", "scripted"),
+    ],
+)
+async def test_two_engines_fail_no_turn_that_one_can_answer(
+    break_it: Any, outcome: str, model: str
+) -> None:
+    turn = await hurried(break_it)
+    assert (turn["outcome"], turn["facts"]["model"]) == (outcome, model)
+    assert [a["policy"] for a in turn["budget"]["actions"]] == (
+        ["smaller_model"] if model == "small" else []
+    )
+
+
+async def test_without_hurry_the_smaller_model_is_not_asked() -> None:
+    turn = await hurried(lambda engine, small: None, budget_ms=5000)
+    assert turn["facts"]["model"] == "scripted"

@@ -98,6 +98,15 @@ def read_awq(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
     return values.float()
 
 
+def read_int8(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
+    words = nibbles(tensors[f"{base}.weight_packed"], 8)
+    num_out, num_in = tensors[f"{base}.weight_shape"].tolist()
+    codes = [[code - 128 for word in row for code in word][:num_in] for row in words]
+    assert len(codes) == num_out
+    scale = tensors[f"{base}.weight_scale"].float()
+    return torch.tensor(codes).float() * scale.repeat_interleave(num_in // scale.shape[1], 1)
+
+
 def their_model(directory: Path, container: str, bits: int = 4) -> Any:
     """transformers' model of the file's values, which are read here and not by our loader."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,6 +123,8 @@ def their_model(directory: Path, container: str, bits: int = 4) -> Any:
         if f"{base}.qweight" in tensors:
             read = read_awq(tensors, base) if container == "awq" else read_gptq(tensors, base, bits)
             state[name] = read
+        elif f"{base}.weight_packed" in tensors:
+            state[name] = read_int8(tensors, base)
         elif f"{base}.weight_scale" in tensors:
             state[name] = tensors[name].float() * tensors[f"{base}.weight_scale"]
         elif name == "lm_head.weight" and name not in tensors:
@@ -131,8 +142,9 @@ def their_model(directory: Path, container: str, bits: int = 4) -> Any:
         ("gptq", 8, {"act_order": False}),
         ("gptq", 4, {"group": 40}),  # 64 and 96 inputs: the last group is shorter
         ("rtn", 4, {"is_symmetric": True, "group": -1}),
-        ("awq", 4, {}),
-        ("int8", 8, {}),
+        ("awq", 4, {"group": None}),  # the largest that divides all: 32
+        ("int8", 8, {"group": None}),
+        ("int8", 8, {"group": -1}),
         ("fp8", 8, {}),
     ],
 )
@@ -140,6 +152,8 @@ def test_what_is_written_is_what_the_formats_mean(
     tiny: Path, tmp_path: Path, method: QuantizeMethod, bits: int, options: dict[str, Any]
 ) -> None:
     directory = quantized(tiny, tmp_path / "out", method, bits=bits, **options)
+    settings = json.loads((directory / "config.json").read_text())["quantization_config"]
+    assert method in ("int8", "fp8") or settings["group_size"] == (options.get("group") or 32)
     model = their_model(directory, "awq" if method == "awq" else "gptq", bits)
     ids = random_ids(270, 40)
     ours = run_chunk(our_runner(directory), ids)
@@ -149,6 +163,22 @@ def test_what_is_written_is_what_the_formats_mean(
         assert isinstance(weight, GroupedCodes) == (method != "fp8")  # stays packed
         theirs = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
         torch.testing.assert_close(to_float(weight), theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("method", "group"), [("int8", 32), ("int8", -1), ("fp8", 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, "auto"])
+def test_transformers_loads_8_bits_by_itself(
+    tiny: Path, tmp_path: Path, method: QuantizeMethod, group: int, dtype: Any
+) -> None:
+    """The whole way: its own reader, by the package compressed-tensors."""
+    from transformers import AutoModelForCausalLM
+
+    directory = quantized(tiny, tmp_path / "out", method, group=group)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    ids = random_ids(270, 40)
+    ours = run_chunk(our_runner(directory), ids)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(ours, their_logits(theirs, ids).float(), **close)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -317,7 +347,11 @@ def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], message
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "awq", "group": 128}, "groups of 128 do not divide, as AWQ files need, choose"),
+        (
+            {"method": "int8", "group": 128},
+            "groups of 128 do not divide the matrices' inputs .64, 96",
+        ),
+        ({"method": "awq", "group": 128}, "groups of 128 do not divide, as AWQ files need; 32"),
         ({"text": "short"}, "the text has . tokens"),
         ({"text": PROSE[:60]}, "at least two are needed"),
         ({"eval_text": ""}, "the text has 0 tokens"),

@@ -18,8 +18,13 @@ from app.conversation.dialog import (
     CutPlayback,
     Dialog,
     DialogEvent,
+    DropSpeech,
     DropTranscript,
+    HoldResponse,
+    InterruptionJudged,
     Phase,
+    RejoinTurn,
+    ReleaseResponse,
     ResponseFinished,
     ResponseRequested,
     Rules,
@@ -171,3 +176,61 @@ def test_whatever_happens_responses_start_and_stop_in_turn(
         assert running == (dialog.bot in (Bot.THINKING, Bot.SPEAKING))
         if dialog.phase is Phase.LISTENING:
             assert dialog.caller is Caller.SILENT
+
+
+# --- the end of a turn that was none ---
+
+JOINING = Rules(judge_interruptions=True, rejoin_turns=True)
+SOON = VoiceStarted(onset_sample=9000 + 16_000, start_sample=9000 + 12_000)
+LATE = VoiceStarted(onset_sample=9000 + 20_000, start_sample=9000 + 16_000)
+
+
+@pytest.mark.parametrize("progress", [(), (WORDS,)], ids=["transcribing", "thinking"])
+def test_who_goes_on_before_the_answer_sounds_goes_on_with_the_same_turn(
+    progress: tuple[DialogEvent, ...],
+) -> None:
+    dialog = Dialog(JOINING)
+    run(dialog, START, PAUSE, END, *progress)
+    assert run(dialog, SOON) == [RejoinTurn(), AnnounceSpeech(21_000)]
+    assert dialog.phase is Phase.CALLER_SPEAKING and not dialog.has_response
+    assert run(dialog, WORDS) == [], "the first half is not answered"
+    assert run(dialog, PAUSE, END, WORDS) == [StartResponse()]
+
+
+def test_over_an_answer_that_has_begun_the_words_decide() -> None:
+    dialog = Dialog(JOINING)
+    run(dialog, START, PAUSE, END, WORDS, AudioStarted())
+    assert run(dialog, SOON) == [AnnounceSpeech(21_000), HoldResponse()]
+    assert run(dialog, InterruptionJudged(is_meant=True)) == [RejoinTurn()]
+    dialog = Dialog(JOINING)
+    run(dialog, START, PAUSE, END, WORDS, AudioStarted(), SOON)
+    assert run(dialog, InterruptionJudged(is_meant=False)) == [DropSpeech(), ReleaseResponse()]
+    dialog = Dialog(JOINING)
+    run(dialog, START, PAUSE, END, WORDS, AudioStarted(), SOON)
+    assert run(dialog, END) == [RejoinTurn(), CommitTurn(END)]
+
+
+@pytest.mark.parametrize("rules", [JOINING, Rules(judge_interruptions=True)], ids=["late", "off"])
+def test_who_speaks_later_begins_a_turn(rules: Rules) -> None:
+    dialog = Dialog(rules)
+    run(dialog, START, PAUSE, END, WORDS)
+    voice = LATE if rules.rejoin_turns else SOON
+    assert run(dialog, voice)[1:] == [StopResponse("turn_detected")]
+
+
+def test_noise_cannot_keep_a_turn_open_for_ever() -> None:
+    dialog = Dialog(JOINING)
+    end, joined = END, 0
+    dialog.feed(START)
+    for _ in range(3):
+        run(dialog, PAUSE, end, WORDS)
+        onset = end.last_voiced_sample + 8_000
+        joined += RejoinTurn() in dialog.feed(VoiceStarted(onset, onset - 4_000))
+        end = VoiceEnded(onset + 1_600, onset + 8_000)
+    assert joined == 2
+
+
+def test_a_response_that_was_asked_for_is_not_part_of_the_turn() -> None:
+    dialog = Dialog(JOINING)
+    run(dialog, START, PAUSE, END, NO_WORDS, ResponseRequested("mine"))
+    assert RejoinTurn() not in dialog.feed(SOON)

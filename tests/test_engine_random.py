@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from llm_core.attention_window import AttentionWindow
 from llm_core.chat_template import ChatTemplate
 from llm_core.engine import Engine
 from llm_core.errors import EngineBusyError, LlmError, PromptTooLongError
@@ -85,16 +86,28 @@ def make_drafter(name: str) -> Drafter:
     return EagleDrafter(head, num_blocks=16, block_size=runner.block_size, max_sequences=5)
 
 
-def assert_says_what_it_says_alone(sequence: TokenSequence) -> None:
+def assert_says_what_it_says_alone(sequence: TokenSequence, model: Alone) -> None:
     prompt = tuple(sequence.token_ids[: sequence.prompt_len])
     said = tuple(sequence.token_ids[sequence.prompt_len :])
-    expected = alone(prompt, len(said))
+    expected = model.continuation(prompt, len(said))
     if said == expected:
         return
     at = next(i for i in range(len(said)) if said[i] != expected[i])
-    logits = run_chunk(runners()[1], torch.tensor(prompt + expected[:at]))[-1]
+    logits = model.last_logits(prompt + expected[:at])
     gap = (logits[expected[at]] - logits[said[at]]).item()
     assert gap < TIE, f"token {at} of {said} should be {expected[at]} by {gap}"
+
+
+class Alone:
+    """What a request says that nothing else is computed beside."""
+
+    def continuation(self, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """The greedy one."""
+        return alone(prompt_ids, num_tokens)
+
+    def last_logits(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+        """float32 [vocab] behind the last of them."""
+        return run_chunk(runners()[1], torch.tensor(token_ids))[-1]
 
 
 @dataclass
@@ -106,6 +119,9 @@ class Asked:
 
 class EngineMachine(RuleBasedStateMachine):
     """Each rule is one thing that a client does, or some steps of the engine."""
+
+    model = Alone()
+    window: AttentionWindow | None = None
 
     @initialize(
         policy=st.sampled_from(("deadline", "fcfs", "priority")),
@@ -133,9 +149,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_sequences=max_sequences,
             max_waiting=6,
             policy=policy,
+            window=self.window,
             clock=lambda: self.now_ns,
         )
-        if drafter is not None:
+        if drafter is not None and self.window is None:
             shape = DraftShape(max_drafts=6, max_depth=4, width=width)
             self.engine.speculate(make_drafter(drafter), FixedController(shape))
         self.engine.scheduler.prompt_budget = prompt_budget
@@ -268,7 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_free_blocks == stats.num_blocks
         for sequence, wants in self.done:
             assert sequence.num_generated == wants
-            assert_says_what_it_says_alone(sequence)
+            assert_says_what_it_says_alone(sequence, self.model)
 
 
 EngineMachine.TestCase.settings = settings(

@@ -217,6 +217,30 @@ def test_absurd_metadata(tmp_path: Path, entries: list[bytes], message: str) -> 
     assert peak_bytes < 1_000_000
 
 
+@pytest.mark.parametrize(
+    "begun",
+    [
+        entry(b"k", STRING, struct.pack("<Q", 2**31)),
+        entry(b"k", ARRAY, struct.pack("<IQ", UINT8, 2**31)),
+        # Strings of no characters, 200 million of them: there is room, but not for their list.
+        entry(b"k", ARRAY, struct.pack("<IQ", STRING, 200_000_000)),
+        struct.pack("<Q", 2**31),
+    ],
+)
+def test_a_header_of_two_gigabytes_is_refused_before_it_is_read(
+    tmp_path: Path, begun: bytes
+) -> None:
+    path = tmp_path / "x.gguf"
+    with path.open("wb") as file:  # sparse: takes no room on disk
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + begun)
+        file.truncate(3 << 30)
+    tracemalloc.start()
+    refuses(path, "at most 67108864 are accepted before the tensors")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1_000_000
+
+
 def tensor(dims: tuple[int, ...], kind: int = 0, offset: int = 0, name: bytes = b"t") -> bytes:
     return (
         text(name)
@@ -294,7 +318,7 @@ def test_wrong_tensors(tmp_path: Path, edit: Callable[[Any], object], message: s
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_1])
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_1])
 def test_numbers_that_are_not_finite_are_refused(
     tmp_path: Path, kind: gguf.GGMLQuantizationType, value: float
 ) -> None:

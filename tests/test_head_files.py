@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
@@ -166,6 +168,7 @@ def test_a_head_for_another_model_is_refused(
         ("d2t", torch.full((32,), 500), "outside the target's vocabulary"),
         ("d2t", torch.zeros(32), "expected integers"),
         ("fc.weight", torch.zeros(64, 192, dtype=torch.int8), "no fc.weight_scale"),
+        ("norm.weight", torch.zeros(64, dtype=torch.int8), "norm.weight .* expected a matrix"),
         ("embed_tokens.weight", torch.zeros(300, 64), r"embedding has \(200, 64\)"),
     ],
 )
@@ -205,6 +208,51 @@ def test_other_directories_are_refused(tmp_path: Path, directory: Path) -> None:
     (directory / CONFIG_NAME).write_text("[" * 100_000)
     with pytest.raises(ModelLoadError, match="not sound JSON"):
         read_head(directory, TARGET, None)
+
+
+def test_scales_of_codes_that_are_not_finite(tmp_path: Path) -> None:
+    write_head(tmp_path / "head", HeadFile(HEAD, random_head_tensors(HEAD)), is_int8=True)
+    scale = torch.ones(64, 6).half()
+    scale[1, 2] = float("nan")
+    change_tensors(tmp_path / "head", **{"fc.weight_scale": scale})
+    with pytest.raises(ModelLoadError, match="fc.weight has values that are not finite"):
+        read_head(tmp_path / "head", TARGET, None)
+
+
+def test_a_header_of_two_gigabytes_is_refused(directory: Path) -> None:
+    with (directory / TENSORS_NAME).open("r+b") as file:  # sparse: takes no room on disk
+        file.write((2 << 30).to_bytes(8, "little"))
+        file.truncate(3 << 30)
+    with pytest.raises(ModelLoadError, match="header claims 2147483648 bytes"):
+        read_head(directory, TARGET, None)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_damage_is_read_or_refused(directory: Path, data: st.DataObject) -> None:
+    """Bytes of the header and of the numbers, settings of any value: a head or a ModelLoadError."""
+    path, config_path = directory / TENSORS_NAME, directory / CONFIG_NAME
+    sound, config = path.read_bytes(), config_path.read_text()
+    damaged = bytearray(sound)
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.one_of(st.integers(0, 1200), st.integers(0, len(sound) - 1)))
+        damaged[at] = data.draw(st.sampled_from([0, ord("0"), ord("9"), ord("I"), 0x7F, 0xFF]))
+    path.write_bytes(damaged)
+    if data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(sorted(json.loads(config))))
+        values = [None, 0, -1, 2**40, 10**30, 0.5, float("inf"), "x", [], [2**40], {}, True]
+        change_config(directory, **{key: data.draw(st.sampled_from(values))})
+    try:
+        assert read_head(directory, TARGET, None).tensors
+    except ModelLoadError as error:
+        assert str(error)
+    finally:
+        path.write_bytes(sound)
+        config_path.write_text(config)
 
 
 def test_the_fingerprint_is_the_models_whatever_its_format() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llm_core.errors import ModelLoadError
@@ -353,3 +355,144 @@ def test_wrong_settings(tmp_path: Path, config: Any, message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
     with pytest.raises(ModelLoadError, match=message), open_hf_model(tmp_path):
         pass
+
+
+# --- every stored form, damaged -------------------------------------------------------------------
+
+
+def fp8(parts: Tensors) -> Tensors:
+    codes = (parts["codes"] - 8.0).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": torch.full((codes.shape[0], 1), 0.01)}
+
+
+FORMS: dict[str, tuple[Case, Callable[[Tensors], Tensors], dict[str, Any]]] = {
+    "gptq": (
+        Case(4, 32, symmetric=False),
+        lambda parts: gptq(parts, 4, 1),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    ),
+    "awq": (
+        Case(4, 32, symmetric=False),
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    ),
+    "packed": (
+        Case(4, 32, symmetric=False),
+        lambda parts: compressed(parts, 4, symmetric=False),
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+        },
+    ),
+    "int8": (
+        Case(8, -1, symmetric=False),
+        int8,
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    ),
+    "fp8": (Case(4, 32, symmetric=True), fp8, {"quant_method": "fp8"}),
+}
+SCALES = {"gptq": "scales", "awq": "scales", "packed": "weight_scale", "int8": "weight_scale"}
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A sound directory of each form."""
+    result = {}
+    for name, (case, pack, config) in FORMS.items():
+        result[name] = tmp_path_factory.mktemp(name)
+        write(result[name], case, pack, config)
+    return result
+
+
+def damaged(sound: Path, target: Path, edit: Callable[[Tensors], object]) -> Path:
+    tensors = load_file(sound / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_bytes((sound / "config.json").read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite(
+    forms: dict[str, Path], tmp_path: Path, form: str, value: float
+) -> None:
+    name = f"{UP}.{SCALES.get(form, 'weight_scale')}"
+    directory = damaged(forms[form], tmp_path, lambda t: t[name].view(-1)[3:4].fill_(value))
+    with (
+        pytest.raises(ModelLoadError, match=f"tensor {name} holds NaN or infinite values"),
+        open_hf_model(directory) as opened,
+    ):
+        dict(opened.weights)
+
+
+def test_fp8_codes_that_are_no_numbers(forms: dict[str, Path], tmp_path: Path) -> None:
+    def edit(tensors: Tensors) -> None:
+        tensors[f"{UP}.weight"].view(torch.uint8)[2, 3] = 0x7F
+
+    directory = damaged(forms["fp8"], tmp_path, edit)
+    with pytest.raises(ModelLoadError, match="up_proj.weight holds NaN"):  # noqa: SIM117
+        with open_hf_model(directory) as opened:
+            dict(opened.weights)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_part_that_is_missing_or_misshapen_is_named(
+    forms: dict[str, Path], tmp_path: Path, form: str
+) -> None:
+    names = [n for n in load_file(forms[form] / "model.safetensors") if n.startswith(UP)]
+    # What may be left out: an index that says nothing new, zero points of symmetric codes.
+    optional = ("g_idx", "weight_shape", "weight_zero_point")
+    assert len(names) > 1
+    for name in names:
+        edits: list[Callable[[Tensors], object]] = [
+            lambda t, n=name: t.update({n: torch.zeros(3, 5, 2, dtype=t[n].dtype)}),  # type: ignore[misc]
+        ]
+        if not name.endswith(optional):
+            edits.append(lambda t, n=name: t.pop(n))  # type: ignore[misc]
+        if name.endswith("weight_shape"):
+            continue
+        for edit in edits:
+            directory = damaged(forms[form], tmp_path, edit)
+            with pytest.raises(ModelLoadError, match="up_proj"), open_hf_model(directory):
+                pass
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_damage_is_read_or_refused(forms: dict[str, Path], tmp_path: Path, data: Any) -> None:
+    """Tensors of other shapes, dtypes and numbers: a model or a ModelLoadError, nothing else."""
+    form = data.draw(st.sampled_from(sorted(FORMS)))
+
+    def edit(tensors: Tensors) -> None:
+        for _ in range(data.draw(st.integers(1, 2))):
+            name = data.draw(st.sampled_from(sorted(tensors)))
+            old = tensors.pop(name)
+            how = data.draw(st.sampled_from(["drop", "dtype", "shape", "turn", "bytes", "rename"]))
+            if how == "dtype":
+                dtypes = [torch.float32, torch.float16, torch.int8, torch.int32, torch.uint8]
+                tensors[name] = old.float().to(data.draw(st.sampled_from(dtypes)))
+            elif how == "shape":
+                sizes = data.draw(st.lists(st.sampled_from([0, 1, 2, 7, 64, 96]), max_size=3))
+                tensors[name] = torch.zeros(sizes, dtype=old.dtype)
+            elif how == "turn":
+                tensors[name] = old.T.contiguous() if old.ndim == 2 else old[None]
+            elif how == "bytes":
+                raw = old.clone().flatten().view(torch.uint8)
+                at = data.draw(st.integers(0, len(raw) - 1))
+                raw[at] = data.draw(st.sampled_from([0, 0x7C, 0x7F, 0x80, 0xFF]))
+                tensors[name] = raw.view(old.dtype).view(old.shape)
+            elif how == "rename":
+                tensors[data.draw(st.sampled_from(["x", f"{UP}.weight", f"{UP}.qweight"]))] = old
+
+    try:
+        with open_hf_model(damaged(forms[form], tmp_path, edit)) as opened:
+            for weight in opened.weights.values():
+                assert bool(to_float(weight).isfinite().all())
+    except ModelLoadError as error:
+        assert str(error)

@@ -167,12 +167,12 @@ def test_int8_matmul(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 9])
-@pytest.mark.parametrize("num_in", [5, 64])
-def test_dynamic_int8_matmul(num_rows: int, num_in: int) -> None:
+@pytest.mark.parametrize(("num_in", "num_groups"), [(5, 1), (64, 1), (64, 2)])
+def test_dynamic_int8_matmul(num_rows: int, num_in: int, num_groups: int) -> None:
     """Only values between two steps may round otherwise, by one step of one token."""
     generator = torch.Generator().manual_seed(num_rows)
     codes = torch.randint(-127, 128, (48, num_in), generator=generator).to(torch.int8)
-    scale, x = 0.01 * rand(48, seed=2).abs(), rand(num_rows, num_in, seed=1)
+    scale, x = 0.01 * rand(48, num_groups, seed=2).abs(), rand(num_rows, num_in, seed=1)
     if num_rows > 1:
         x[1] = 0
     result = cpu_matmul.DynamicInt8Matmul(codes, scale)(x)

@@ -67,7 +67,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("quant", "loading", "batch", "kv_cache"),
         ("block_tables", "policy", "step_cost"),
         ("prefix_cache",),
-        ("blocks",),
+        ("blocks", "attention_window"),
         ("sequence",),
         ("config",),
         ("model_hash",),

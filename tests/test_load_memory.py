@@ -1,42 +1,22 @@
-"""Loading holds little more than what is loaded: peak memory of a process of its own."""
+"""Loading holds little more than what is loaded: peak memory above what was there before."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from llm_core.compress.packing import awq_tensors, gptq_tensors, int8_tensors
+from llm_core.quant.formats import quantize_float8
+from llm_core.quant.rounding import GridSpec, round_to_nearest
 from tests.hf_models import save_model
+from tests.load_memory import measured
 
-# Imports everything first, and loads once a tiny model, so that what is measured is the model.
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from llm_core.loading.model_weights import open_weights
-from llm_core.runner import ModelRunner
-
-def status_bytes(name):  # of this program's memory; ru_maxrss would count what forked it, too
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-def load(path):
-    with open_weights(path) as model:
-        return ModelRunner(
-            model.config, model.weights, weight_format=sys.argv[3], num_blocks=4, max_context=64
-        )
-
-load(sys.argv[1])
-before = status_bytes("VmRSS")
-runner = load(sys.argv[2])
-after = status_bytes("VmRSS")
-peak = status_bytes("VmHWM")
-print(json.dumps({"final": after - before, "peak": peak - before}))
-"""
 MEDIUM: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -46,37 +26,79 @@ MEDIUM: dict[str, Any] = {
     "vocab_size": 8000,
     "tie_word_embeddings": True,
 }
+Packing = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
-def measured(tiny: Path, path: Path, weight_format: str) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, tiny, path, weight_format],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, int] = json.loads(done.stdout)
-    return result
+def fp8_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, scale = quantize_float8(weight)
+    return {"weight": codes, "weight_scale": scale.unsqueeze(1)}
+
+
+_GROUPS = {"bits": 4, "group_size": 64}
+_PACKED = {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}
+FORMS: dict[str, tuple[Packing, dict[str, Any]]] = {
+    "bfloat16": (lambda weight: {"weight": weight.bfloat16()}, {}),
+    "gptq": (
+        lambda weight: gptq_tensors(round_to_nearest(weight, GridSpec(4, 64))),
+        {"quant_method": "gptq", "checkpoint_format": "gptq"} | _GROUPS,
+    ),
+    "awq": (
+        lambda weight: awq_tensors(round_to_nearest(weight, GridSpec(4, 64))),
+        {"quant_method": "awq", "version": "gemm"} | _GROUPS,
+    ),
+    "int8": (
+        lambda weight: int8_tensors(round_to_nearest(weight, GridSpec(8, 32, True))),
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": _PACKED,
+        },
+    ),
+    "fp8": (fp8_tensors, {"quant_method": "fp8"}),
+}
+# What runs: packed in 4 or 8 bits, or torch's float16 and float32.
+RUNS = [
+    *(f"{form}=native=auto" for form in FORMS),
+    *("bfloat16=torch=float32", "bfloat16=torch=float16", "gptq=torch=float16"),
+]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories tiny and one for each of FORMS."""
     directory = tmp_path_factory.mktemp("models")
     save_model(directory / "tiny", "llama")
-    save_model(directory / "medium", "llama", **MEDIUM)
-    file = directory / "medium" / "model.safetensors"
-    save_file({k: v.bfloat16() for k, v in load_file(file).items()}, file)
+    save_model(directory / "whole", "llama", **MEDIUM)
+    tensors = load_file(directory / "whole" / "model.safetensors")
+    config = json.loads((directory / "whole" / "config.json").read_text())
+    for form, (pack, settings) in FORMS.items():
+        (directory / form).mkdir()
+        written, packed = {}, {}
+        for name, tensor in tensors.items():
+            base = name.removesuffix(".weight")
+            if base.endswith("_proj"):  # matrices of one shape may be the same: sizes are measured
+                if tensor.shape not in packed:
+                    packed[tensor.shape] = pack(tensor)
+                parts = packed[tensor.shape]
+                written |= {f"{base}.{part}": value.clone() for part, value in parts.items()}
+            else:
+                written[name] = tensor.bfloat16()
+        save_file(written, directory / form / "model.safetensors")
+        extra = {"quantization_config": settings} if settings else {}
+        (directory / form / "config.json").write_text(json.dumps(config | extra))
     return directory
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("weight_format", ["float32", "float16"])
-def test_peak_is_near_the_final_size(models: Path, weight_format: str) -> None:
-    sizes = measured(models / "tiny", models / "medium", weight_format)
-    num_weights = sum(
-        tensor.numel() for tensor in load_file(models / "medium" / "model.safetensors").values()
-    )
-    assert sizes["final"] > 1.8 * num_weights  # it is all there
-    assert sizes["peak"] < 1.3 * sizes["final"], sizes
+def test_peak_is_near_the_final_size(models: Path) -> None:
+    sizes = measured(models / "tiny", [f"{models}/{run}" for run in RUNS])
+    file = models / "bfloat16" / "model.safetensors"
+    num_weights = sum(tensor.numel() for tensor in load_file(file).values())
+    assert len(sizes) == len(RUNS)
+    for run, size in zip(RUNS, sizes, strict=True):
+        print(f"{run}: final {size['final'] / 1e6:.1f} MB, peak {size['peak'] / 1e6:.1f} MB")
+        bits = {"gptq=native": 4, "awq=native": 4, "bfloat16=torch": 16}.get(
+            run.rpartition("=")[0], 8
+        )
+        assert size["final"] > 0.9 * bits / 8 * num_weights, (run, size)  # it is all there
+        assert size["peak"] < 1.3 * size["final"], (run, size)

@@ -245,11 +245,31 @@ async def test_the_alerts_and_the_dashboard_name_metrics_that_exist(tmp_path: Pa
     assert len(ids) == len(set(ids))
 
 
-def test_promtool_accepts_the_alerts_the_queries_and_the_exposition(tmp_path: Path) -> None:
+@pytest.fixture
+def promtool() -> str:
     # tests/install_system.sh puts it there when it is not installed
-    promtool = shutil.which("promtool") or shutil.which(download_dir() / "promtool")
-    if promtool is None:
+    found = shutil.which("promtool") or shutil.which(download_dir() / "promtool")
+    if found is None:
         pytest.skip("there is no promtool on this machine; tests/install_system.sh gets it")
+    return found
+
+
+def test_every_alert_fires_when_it_should_and_not_before(promtool: str) -> None:
+    rules, tests = ((OPERATIONS / f"alerts{n}.yml").read_text() for n in ("", "_test"))
+    fired = set(re.findall(r"alertname: (\w+)\n +exp_alerts:\n", tests))
+    assert fired == set(re.findall(r"alert: (\w+)", rules))
+    checked = subprocess.run(
+        [promtool, "test", "rules", str(OPERATIONS / "alerts_test.yml")],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_promtool_accepts_the_alerts_the_queries_and_the_exposition(
+    promtool: str, tmp_path: Path
+) -> None:
     recorded = [{"record": f"q{n}", "expr": query} for n, query in enumerate(queries())]
     (tmp_path / "queries.yml").write_text(  # JSON is YAML
         json.dumps({"groups": [{"name": "dashboard", "rules": recorded}]})

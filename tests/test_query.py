@@ -195,3 +195,29 @@ def test_ten_thousand_turns_are_summed_up_in_a_moment() -> None:
     query.page(TraceFilter(), 100)
     query.conversations(TraceFilter(), 100)
     assert time.process_time() - started_s < 1.0  # about 0.15 s
+
+
+def test_statistics_are_made_once_while_nothing_changes() -> None:
+    store = TraceStore.in_memory(100)
+    store.write([a_turn(n) for n in range(5)])
+    query = TraceQuery(store)
+    first = query.stats(TraceFilter())
+    assert query.stats(TraceFilter()) is first
+    assert query.stats(TraceFilter(over_budget=True)) is not first
+    store.write([a_turn(7)])
+    assert query.stats(TraceFilter())["summary"]["turns"] == 6
+    for number in range(40):  # old answers are not kept for good
+        query.stats(TraceFilter(min_voice_to_voice_ms=float(number)))
+    assert len(query._known) == 16
+
+
+def test_the_latest_conversations_are_counted_with_all_their_turns() -> None:
+    store = TraceStore.in_memory(1000)
+    turns = [a_turn(n) for n in range(300)]
+    for number, turn in enumerate(turns):
+        turn["session_id"] = f"sess_{number % 7}"
+    store.write(turns)
+    found = TraceQuery(store).conversations(TraceFilter(), 3)
+    assert [one["session_id"] for one in found] == ["sess_5", "sess_4", "sess_3"]
+    assert [one["turns"] for one in found] == [43, 43, 43]
+    assert TraceQuery(store).conversations(TraceFilter(session_id="none"), 3) == []

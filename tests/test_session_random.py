@@ -391,6 +391,7 @@ async def test_a_conversation_at_random(seed: int) -> None:
         hearing = c.session._hearing
         c.clock = c.session._clock = hearing._clock = hearing._transcriber._clock = clock
         object.__setattr__(c.services, "workers", late := LateExecutor(rng))
+        vars(c.services.speaking).update(_workers=late)
         vars(c.services.recognition).update(_workers=late, _recognizer=RandomRecognizer(rng))
         judge = Judge(clock)
         judge.format = output

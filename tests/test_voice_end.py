@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from audio.voice_end import find_voice_end
+from audio.voice_end import find_dip, find_voice_end
 
 RATE = 16_000
 
@@ -39,3 +39,16 @@ def test_a_quiet_last_sound_is_part_of_the_voice() -> None:
 def test_without_levels_to_compare_the_vad_is_believed(length: int) -> None:
     assert find_voice_end(np.zeros(length, np.float32), length) in range(length - 160, length + 1)
     assert find_voice_end(np.zeros(0, np.float32), 0) == 0
+
+
+@pytest.mark.parametrize("noise_level", [0.0, 0.0005, 0.01])
+@pytest.mark.parametrize("silent_ms", [0, 60, 100])
+def test_a_dip_is_the_silence_at_the_end(noise_level: float, silent_ms: int) -> None:
+    samples = np.concatenate([noise(0.3, noise_level), tone(1.0, 0.3), tone(silent_ms / 1000, 0)])
+    samples += noise(len(samples) / RATE, noise_level)[: len(samples)]
+    assert abs(find_dip(samples) - silent_ms * 16) <= 160
+
+
+def test_a_voice_without_a_silence_to_compare_with_does_not_dip() -> None:
+    assert find_dip(tone(1.0, 0.3)) == 0
+    assert find_dip(np.zeros(0, np.float32)) == 0

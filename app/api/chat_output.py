@@ -122,8 +122,9 @@ class ChatOutput:
 
 
 def usage_of(usage: Usage) -> Wire:
-    """Counts in OpenAI's shape."""
+    """Counts in OpenAI's shape; ``unseen_tokens`` beside them where a window has left some."""
     return {
+        **({"unseen_tokens": usage.unseen_tokens} if usage.unseen_tokens else {}),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -18,7 +18,7 @@ import msgspec
 
 from app.bench import machine
 from app.bench.engines import MeasuredEngine, ParleyEngine
-from app.bench.llm_workloads import Figures, all_workloads
+from app.bench.llm_workloads import Figures, all_workloads, decode, streams
 from app.errors import ParleyError
 from llm_core import EngineConfig
 
@@ -28,7 +28,8 @@ _MAX_CONTEXT = 4096
 @dataclass(frozen=True, slots=True)
 class LlmBenchOptions:
     """What to run. ``peer`` needs the extra `bench`; ``speculation`` (as in ``EngineConfig``) adds
-    our engine with drafts, beside ours without."""
+    our engine with drafts, beside ours without. ``is_streams_only``: one stream and many, and
+    nothing else, for slow peers and many streams."""
 
     model_path: Path
     num_threads: int = 2
@@ -36,6 +37,7 @@ class LlmBenchOptions:
     stream_counts: tuple[int, ...] = (8, 32)
     peer: bool = False
     speculation: str | None = None
+    is_streams_only: bool = False
 
 
 @dataclass(slots=True)
@@ -134,6 +136,8 @@ async def _run_rounds(
     progress: Callable[[str], None],
 ) -> None:
     workloads = all_workloads(options.stream_counts)
+    if options.is_streams_only:
+        workloads = [decode, *map(streams, options.stream_counts)]
     for index in range(-1, options.num_rounds):  # the first is a warm-up, and not counted
         figures: dict[str, Figures] = {engine.name: {} for engine in engines}
         for workload in workloads:
@@ -143,5 +147,5 @@ async def _run_rounds(
             for name, row in figures.items():
                 result.rounds.setdefault(name, []).append(row)
         label = "warm-up" if index < 0 else f"round {index + 1} of {options.num_rounds}"
-        decode = ", ".join(f"{n} {f['decode_tok_s']:.0f} tok/s" for n, f in figures.items())
-        progress(f"{label}: {decode}")
+        speeds = ", ".join(f"{n} {f['decode_tok_s']:.0f} tok/s" for n, f in figures.items())
+        progress(f"{label}: {speeds}")

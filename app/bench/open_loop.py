@@ -167,19 +167,21 @@ async def find_saturation(
     goal_share: float,
     num_halvings: int,
     max_steps: int = 8,
+    fits: Callable[[float], bool] = lambda rate_per_s: True,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> tuple[Saturation, list[Step]]:
     """Double the rate until fewer than ``goal_share`` of the requests are good, then halve the gap.
 
-    When already the first rate is too high, it is halved until one is held. All steps are returned
-    in order of their rates.
+    When already the first rate is too high, it is halved until one is held. ``fits``: whether there
+    is time for a step at a rate; the search ends where there is not. The first step is always made.
+    All steps are returned in order of their rates.
     """
     steps: list[Step] = []
     held: float | None = None
     missed: float | None = None
     rate = start_per_s
     halvings = 0
-    while len(steps) < max_steps and halvings <= num_halvings:
+    while len(steps) < max_steps and halvings <= num_halvings and (not steps or fits(rate)):
         done = await step(rate)
         steps.append(done)
         on_step(done)

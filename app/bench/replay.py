@@ -48,6 +48,7 @@ class ReplayOptions:
     """What to play. ``rates_per_s`` empty: the point of saturation is sought.
 
     ``scale`` shortens prompts and answers alike (a small machine serves the trace of a large one).
+    ``limit_s``: no step of the search is begun that would not be over by then.
     """
 
     trace: Path
@@ -57,7 +58,8 @@ class ReplayOptions:
     num_warm_up: int = 4
     scale: float = 0.1
     rates_per_s: tuple[float, ...] = ()
-    num_halvings: int = 1
+    num_halvings: int = 2
+    limit_s: float = 240.0
     goal_share: float = 0.9
     targets: Targets = Targets()
     seed: int = 0
@@ -168,7 +170,8 @@ async def run_llm(
             "options": engine_options,
             "alone_ms": round(alone_s * 1e3, 1),
         }
-        return await _play("llm", options, arrivals, serve, 1 / alone_s, subject, progress)
+        # Bursts of the trace make what is held less than one after another.
+        return await _play("llm", options, arrivals, serve, 0.5 / alone_s, subject, progress)
     finally:
         await engine.close()
 
@@ -275,11 +278,18 @@ async def _play(
     progress: Callable[[str], None],
 ) -> ReplayResult:
     facts = await asyncio.to_thread(machine.describe, subject["threads"])
-    loop = OpenLoop(
-        arrivals, serve, options.targets, MonotonicClock(), num_warm_up=options.num_warm_up
-    )
+    clock = MonotonicClock()
+    loop = OpenLoop(arrivals, serve, options.targets, clock, num_warm_up=options.num_warm_up)
+    end_ns = clock.now_ns() + int(options.limit_s * 1e9)
+    behind_s = 0.0  # how long the requests of a step went on when all had come, at most so far
+
+    def fits(rate_per_s: float) -> bool:
+        takes_s = len(arrivals) / rate_per_s + behind_s
+        return clock.now_ns() + int(takes_s * 1e9) <= end_ns
 
     def tell(step: Step) -> None:
+        nonlocal behind_s
+        behind_s = max(behind_s, step.took_s - len(arrivals) / step.rate_per_s)
         wait = step.v2v_ms if kind == "voice" else step.ttft_ms
         progress(
             f"{step.rate_per_s:.2f}/s: {step.good_share:.0%} within the targets, "
@@ -298,6 +308,7 @@ async def _play(
             start_per_s=start_per_s,
             goal_share=options.goal_share,
             num_halvings=options.num_halvings,
+            fits=fits,
             on_step=tell,
         )
     return ReplayResult(kind, facts.as_dict(), subject, options, arrivals, steps, saturation)

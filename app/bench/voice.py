@@ -19,7 +19,7 @@ from app.bench.figures import cpu_seconds, percentiles, word_errors
 from app.bench.voice_script import SCRIPT, Kind, Utterance, speak_line
 from app.config import load_settings
 from app.model_store import ModelStore
-from app.recording import RATE
+from app.recording import RATE, first_audible
 from app.server_process import own_server
 from app.talk_client import NoReplyError, NoSpeechError, TalkClient, TalkResult, open_talk
 from audio.tts import Synthesizer
@@ -44,6 +44,8 @@ class Tally:
     stages_ms: dict[str, list[float]] = field(default_factory=dict)
     num_turns: int = 0
     false_cutoffs: int = 0
+    repaired_unheard: int = 0
+    repaired_heard: int = 0
     missed_turns: int = 0
     missed_barge_ins: int = 0
     playout_gaps: int = 0
@@ -59,6 +61,11 @@ class Tally:
         self.num_turns += said.num_turns
         num_heard = sum(len(turn.heard) for turn in result.turns)
         self.false_cutoffs += max(0, num_heard - said.num_turns)
+        # The caller went on and the server took both for one turn: who had to hear of it?
+        withdrawn = [turn for turn in result.turns if turn.is_withdrawn]
+        num_audible = sum(first_audible(turn.pieces) is not None for turn in withdrawn)
+        self.repaired_heard += num_audible
+        self.repaired_unheard += result.num_rejoined - num_audible
         self.missed_turns += max(0, said.num_turns - num_heard)
         heard = " ".join(turn.transcript for turn in result.turns)
         errors, num_words = word_errors(said.text, heard)
@@ -74,6 +81,8 @@ class Tally:
             self.wasted_answers += facts.get("wasted_answers", 0)
             self.wasted_transcripts += facts.get("wasted_transcripts", 0)
             self.playout_gaps += (facts.get("playout_gap_ms") or 0.0) > _PLAYOUT_GAP_MS
+            if turn.is_withdrawn:
+                continue  # no turn has ended there
             own = trace.get("voice_to_voice_ms")
             if own is not None:
                 self.v2v_ms.append(own)
@@ -111,6 +120,7 @@ class Tally:
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
             "false_cutoffs": self.false_cutoffs,
+            "repaired_cutoffs": {"heard": self.repaired_heard, "unheard": self.repaired_unheard},
             "missed_turns": self.missed_turns,
             "failed_replies": self.failed_replies,
             "playout_gaps": self.playout_gaps,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import Self
 
 from app.clock import Clock
 from app.conversation.budget import TurnBudget
@@ -15,11 +16,13 @@ from app.conversation.engines import TalkReply
 from app.conversation.rollout import asked_facts, served_facts
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
+from app.conversation.smaller import HurriedReply
 from app.errors import GenerationError
 from app.observe.trace import TurnTrace
 from llm_core import (
     ChatMessage,
     FirstToken,
+    GenerationDone,
     GenerationEvent,
     Guide,
     LlmError,
@@ -68,8 +71,18 @@ class Asking:
         self._budget = budget
         self._prefilled = prefilled
         self._deadline_ns: int | None = None
+        self._is_awaited = False
         self._reply: TalkReply | None = None
+        self._hurried: HurriedReply | None = None
         self._has_read = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        """The answer is over: nothing is asked any more."""
+        if self._hurried is not None:
+            await self._hurried.close()
 
     async def until_read(self) -> None:
         """Wait until the model has read the messages, but not for long: it may be busy."""
@@ -84,7 +97,7 @@ class Asking:
     def needed_by(self, deadline_ns: int | None) -> None:
         """When the model's next token is needed. None: not known; the engine then sees to it that
         it comes neither first nor last."""
-        self._deadline_ns = deadline_ns
+        self._deadline_ns, self._is_awaited = deadline_ns, True
         if self._reply is not None:
             self._reply.set_deadline(deadline_ns)
 
@@ -105,28 +118,52 @@ class Asking:
         options = length_options(self._config)
         options["deadline_ns"] = self._deadline_ns
         options["downgrades"] = self._budget.downgrades
-        engine = self._services.engine
-        self._trace.facts.update(asked_facts(engine))
+        self._trace.facts.update(asked_facts(self._services.engine))
         try:
-            async with await engine.open_reply(messages, params, **options) as reply:
+            async with await self._open(messages, params, options) as reply:
                 self._reply = reply
+                if self._is_awaited and self._deadline_ns is None:
+                    reply.set_deadline(None)  # a typed turn: no instant, but somebody waits
                 with self._services.load.generating():
                     async for event in reply:
                         if isinstance(event, FirstToken):
                             self._has_read.set()
                             self._note_given_up(event, messages)
+                            self._note_unseen(event.unseen_tokens)
+                        elif isinstance(event, GenerationDone):
+                            self._note_unseen(event.usage.unseen_tokens)
                         yield event
         except LlmError as error:
             raise GenerationError(str(error), code=error.code) from error
         finally:
-            if self._reply is not None:
+            if self._hurried is not None and self._reply is self._hurried:
+                self._trace.facts.update(self._hurried.served)
+            elif self._reply is not None:
                 self._trace.facts.update(served_facts(self._reply))
             self._reply = None
+
+    async def _open(
+        self, messages: list[ChatMessage], params: SamplingParams, options: OptionFields
+    ) -> TalkReply:
+        engine, small = self._services.engine, self._services.small_engine
+        # Behind the first words the caller hears the first engine; and calls of tools are its own.
+        is_first = "llm_first_token" not in self._trace.instants
+        if small is None or not is_first or params.guide is not None or not self._budget.hurries:
+            return await engine.open_reply(messages, params, **options)
+        self._hurried = HurriedReply(
+            engine, small, self._clock, self._budget, messages, params, options
+        )
+        await self._hurried.open()
+        return self._hurried
 
     async def _wait_for_prefill(self) -> None:
         if self._prefilled is not None and not self._prefilled.done():
             self._trace.mark("llm_scheduled", self._clock.now_ns())
             await asyncio.wait([self._prefilled])
+
+    def _note_unseen(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._trace.facts["unseen_tokens"] = num_tokens
 
     def _note_given_up(self, event: FirstToken, messages: list[ChatMessage]) -> None:
         facts = self._trace.facts

@@ -18,7 +18,9 @@ from app.observe.trace import STAGES, BudgetAction, TurnTrace, attribute_us
 from audio.text import DEFAULT_LIMITS, ClauseChunker, ClauseLimits
 from llm_core import Downgrade
 
-Policy = Literal["short_first_clause", "filler", "shorter_answer", "partial_context"]
+Policy = Literal[
+    "short_first_clause", "filler", "smaller_model", "shorter_answer", "partial_context"
+]
 
 # Of the policies, those that are the engine's to follow.
 DOWNGRADES: tuple[Downgrade, ...] = ("partial_context", "shorter_answer")
@@ -94,6 +96,11 @@ class TurnBudget:
         return None if deadline_ns is None else deadline_ns - self.behind_first_token_ns
 
     @property
+    def hurries(self) -> bool:
+        """Whether a smaller engine may answer where the first one would be late."""
+        return "smaller_model" in self.policies
+
+    @property
     def downgrades(self) -> tuple[Downgrade, ...]:
         """What the engine may give up when it sees that the deadline cannot be met otherwise."""
         return tuple(name for name in DOWNGRADES if name in self.policies)
@@ -119,6 +126,9 @@ class TurnBudget:
             for name, at in self._trace.instants.items()
             if at <= now_ns
         }
+        # What goes on now is the first stage that has not ended.
+        running = next((name for _, name in STAGES if name not in known), "first_audio_sent")
+        known.setdefault(running, (now_ns - start_ns) // 1000)
         spent_us = attribute_us({**known, "first_audio_sent": (now_ns - start_ns) // 1000})
         over = {
             name: us / 1000 - self.targets.stages_ms.get(name, 0) for name, us in spent_us.items()

@@ -16,6 +16,7 @@ from enum import Enum
 
 from app.conversation.session_config import TurnDetection
 from audio.endpoint import VoiceEnded, VoiceEvent, VoicePaused, VoiceResumed, VoiceStarted
+from audio.frame import SPEECH_RATE
 
 
 class Caller(Enum):
@@ -54,6 +55,8 @@ class Rules:
     interrupt_response: bool = True
     judge_interruptions: bool = False
     """A voice first only holds the answer; what was said decides whether it is stopped."""
+    rejoin_turns: bool = False
+    """Who goes on soon after the end of a turn had not finished it: both are one turn."""
 
     @classmethod
     def of(cls, detection: TurnDetection | None) -> Rules:
@@ -61,7 +64,8 @@ class Rules:
         if detection is None:
             return cls()
         is_semantic = detection.kind == "semantic_vad"
-        return cls(detection.create_response, detection.interrupt_response, is_semantic)
+        rejoins = is_semantic and detection.create_response and detection.interrupt_response
+        return cls(detection.create_response, detection.interrupt_response, is_semantic, rejoins)
 
 
 # --- events beside the endpointer's own (VoiceStarted, VoicePaused, VoiceResumed, VoiceEnded) ---
@@ -170,6 +174,12 @@ class DropTranscript:
 
 
 @dataclass(frozen=True, slots=True)
+class RejoinTurn:
+    """The caller goes on with the turn that was taken for over: stop and withdraw what answers it,
+    and go on with it. Should something forbid that, stop the response as ``turn_detected``."""
+
+
+@dataclass(frozen=True, slots=True)
 class CommitTurn:
     """The turn is over: make it an item and get its words.
 
@@ -195,9 +205,17 @@ Action = (
     | CutPlayback
     | TryTranscript
     | DropTranscript
+    | RejoinTurn
     | CommitTurn
     | StartResponse
 )
+
+
+# Who speaks again so soon after falling silent goes on: nobody reacts to an answer before half a
+# second of it was heard.
+_REJOIN_SAMPLES = SPEECH_RATE * 1_200 // 1000
+# A source of noise must not keep a turn from ever being answered.
+_MAX_REJOINS = 2
 
 
 class Words(Enum):
@@ -219,6 +237,9 @@ class Dialog:
         self._interrupted = False
         self.is_held = False
         """An answer is held until it is known whether the caller means to stop it."""
+        self.lingers = False
+        """The last answer is sent whole and still sounds: a murmur over it is no turn. Whoever
+        feeds a ``VoiceStarted`` says so."""
         # The client asked for the coming response itself, so it comes even without words.
         self._asked: ResponseRequested | None = None
         # A turn ended while a response was running that it must not interrupt: answer it next.
@@ -226,6 +247,10 @@ class Dialog:
         # A reply was stopped before a word of it was heard. If what stopped it turns out to be
         # no speech (a clap, a cough), the caller is still owed that reply.
         self._owes_reply = False
+        # Where the voice of the turn that is being answered ended; None: nobody can go on with it.
+        self._ended_at: int | None = None
+        self._num_rejoins = 0
+        self._goes_on = False  # the voice that holds the answer goes on with that turn
 
     @property
     def phase(self) -> Phase:
@@ -271,6 +296,7 @@ class Dialog:
                 return self._on_transcript()
             case ResponseRequested() if self.bot is Bot.IDLE:
                 self._asked = event
+                self._ended_at = None
                 return self._respond()
             case CancelRequested() if self.has_response:
                 self._owes_reply = False
@@ -296,8 +322,16 @@ class Dialog:
     def _on_voice_started(self, event: VoiceStarted) -> list[Action]:
         self.caller = Caller.SPEAKING
         announce = AnnounceSpeech(event.start_sample)
+        self._goes_on = self._may_go_on(event.onset_sample)
+        if not self._goes_on:
+            self._num_rejoins = 0
         if not self.rules.interrupt_response:
             return [announce]
+        if self._goes_on and self.bot is not Bot.SPEAKING:
+            return [*self._rejoin(), announce]
+        if self.bot is Bot.IDLE and self.lingers and self.rules.judge_interruptions:
+            self.is_held = self._interrupted = True
+            return [announce]  # what is left sounds on, until the words are known
         if self.bot is Bot.IDLE:
             return [announce, CutPlayback()]
         self._owes_reply = self.bot is not Bot.SPEAKING
@@ -310,12 +344,34 @@ class Dialog:
     def _on_judged(self, event: InterruptionJudged) -> list[Action]:
         if event.is_meant:
             return self._stop_held()
-        self.is_held = self._interrupted = False
+        self.is_held = self._interrupted = self._goes_on = False
         self.caller = Caller.SILENT
         return [DropSpeech(), ReleaseResponse()]
 
     def _stop_held(self) -> list[Action]:
-        return self._stop("turn_detected") if self.is_held else []
+        if not self.is_held:
+            return []
+        if self._goes_on:
+            return self._rejoin()
+        if self.bot is Bot.IDLE:
+            self.is_held = False
+            return [CutPlayback()]
+        return self._stop("turn_detected")
+
+    def _may_go_on(self, onset_sample: int) -> bool:
+        return (
+            self.rules.rejoin_turns
+            and self._ended_at is not None
+            and onset_sample - self._ended_at <= _REJOIN_SAMPLES
+            and self._num_rejoins < _MAX_REJOINS
+        )
+
+    def _rejoin(self) -> list[Action]:
+        self._stop("turn_detected")
+        self._goes_on = self._interrupted = self._owes_reply = False
+        self._ended_at = None
+        self._num_rejoins += 1
+        return [RejoinTurn()]
 
     def _stop(self, reason: str) -> list[Action]:
         self.is_held = False
@@ -326,6 +382,7 @@ class Dialog:
         return [StopResponse(reason)] if running else []
 
     def _commit(self, heard_end: VoiceEnded | None, *, respond: bool) -> list[Action]:
+        self._ended_at = heard_end.last_voiced_sample if heard_end and respond else None
         self.caller = Caller.SILENT
         self._interrupted = False
         self._words = Words.PENDING

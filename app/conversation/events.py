@@ -99,6 +99,8 @@ class Response:
     max_output_tokens: int | None = None
     metadata: dict[str, str] | None = None
     in_conversation: bool = True
+    is_withdrawn: bool = False
+    """The caller had not finished: what it answers and the answer are part of nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)

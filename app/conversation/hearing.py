@@ -11,6 +11,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+
 from app.clock import Clock
 from app.conversation.events import Item, Part
 from app.conversation.ids import new_id
@@ -40,12 +42,19 @@ _WORDS_TO_READ = 3
 
 @dataclass(frozen=True, slots=True)
 class HeardTurn:
-    """A turn that is over. ``settling`` gives its words, of which ``told`` are told already."""
+    """A turn that is over. ``settling`` gives its words, of which ``told`` are told already.
+
+    ``samples`` float32 [n] lie at ``start_sample`` of the session's audio. ``num_rejoined``: how
+    often it had been taken for over before.
+    """
 
     item: Item
     trace: TurnTrace
     settling: asyncio.Task[Settled]
     told: str
+    start_sample: int
+    samples: Samples
+    num_rejoined: int
 
     async def settle(self, clock: Clock) -> RecognitionError | None:
         """Wait for the words: item and trace have them then, or the error is returned."""
@@ -87,6 +96,9 @@ class Hearing:
         self._transcriber = Transcriber(services.recognition, clock)
         self._told = ""
         self._num_read_words = 0
+        self._is_told_apart = False
+        self._last: HeardTurn | None = None
+        self._rejoined: HeardTurn | None = None  # what the turn at hand goes on with
         self.follow(config)
 
     # --- settings ---
@@ -106,19 +118,49 @@ class Hearing:
 
     def begin(self, start_sample: int) -> int:
         """A turn begins; returns its start in ms of the session's audio."""
-        self.start_sample = max(start_sample, self.listener.kept_from)
+        if self._rejoined is None:
+            self.start_sample = max(start_sample, self.listener.kept_from)
         self._begin_words()
         return self.start_sample * 1000 // RATE
+
+    @property
+    def last(self) -> HeardTurn | None:
+        """The turn that ended last, while it can be gone on with."""
+        return self._last
+
+    def rejoin(self) -> None:
+        """The turn that ended last had not ended: what comes and came since belongs to it."""
+        assert self._last is not None
+        self._last.settling.cancel()
+        self._rejoined, self._last = self._last, None
+        self.start_sample = self._rejoined.start_sample
+        told = self._told
+        self._begin_words()
+        # What of the second half was told already cannot be taken back, nor be told twice.
+        self._is_told_apart = bool(told)
+
+    def _audio(self, end_sample: int | None = None) -> Samples:
+        """The turn at hand, float32 [n]."""
+        before = self._rejoined
+        if before is None:
+            return self.listener.take(self.start_sample, end_sample)
+        behind = before.start_sample + before.samples.size
+        return np.concatenate((before.samples, self.listener.take(behind, end_sample)))
 
     def follow_words(self) -> None:
         """While the caller speaks: have a look at the words so far, if the recogniser has time."""
         if not self._services.settings.partial_transcripts:
             return
-        if self._transcriber.wants_partial(self.listener.position - self.start_sample):
-            self._transcriber.follow(self.listener.take(self.start_sample))
+        turn_len = self.listener.position - self.start_sample
+        if self._transcriber.wants_partial(turn_len):
+            self._transcriber.follow(self._audio())
+        elif self._transcriber.wants_dip(turn_len):
+            self._transcriber.follow_dip(self._audio())
 
     def take_stable(self) -> str:
         """Words of the turn that are certain and were not taken yet."""
+        if self._is_told_apart:
+            return ""
         new = self._transcriber.stable_text[len(self._told) :]
         self._told += new
         return new
@@ -149,8 +191,9 @@ class Hearing:
 
     def try_words(self, last_voiced_sample: int) -> asyncio.Task[Settled]:
         """The words of a turn that may be over since ``last_voiced_sample``, in the making."""
-        samples = self.listener.take(self.start_sample)
-        return self._transcriber.try_early(samples, last_voiced_sample)
+        samples = self._audio()
+        voiced_len = last_voiced_sample - self.start_sample
+        return self._transcriber.try_early(samples, last_voiced_sample, voiced_len)
 
     async def judge_pause(
         self, said: list[ChatMessage], last_voiced_sample: int
@@ -163,7 +206,7 @@ class Hearing:
         detection = self._config.turn_detection
         if detection is None or detection.kind != "semantic_vad":
             return [], 0
-        samples = self.listener.take(self.start_sample)
+        samples = self._audio()
         voiced_len = last_voiced_sample - self.start_sample
         wait_ms = await silence_ms(self._services, detection, said, samples, voiced_len)
         events = self.listener.end_after(last_voiced_sample, wait_ms)
@@ -182,11 +225,11 @@ class Hearing:
     def take(self, heard_end: VoiceEnded | None, session_id: str) -> HeardTurn:
         """The turn at hand becomes an item; the next one begins. ``heard_end`` None: by hand."""
         now_ns = self._clock.now_ns()
-        listener = self.listener
-        start = self.start_sample if heard_end else listener.kept_from
+        listener, rejoined = self.listener, self._rejoined
+        start = self.start_sample if heard_end or rejoined else listener.kept_from
         end = heard_end.at_sample if heard_end else listener.position
         last_voiced = heard_end.last_voiced_sample if heard_end else listener.last_voiced_sample
-        samples = listener.take(start, end)
+        samples = self._audio(end) if rejoined else listener.take(start, end)
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), session_id, spoken=True)
         place = place_of_end(listener, samples, start, last_voiced)
@@ -195,9 +238,14 @@ class Hearing:
         if self._services.settings.record:
             trace.record(samples, place.sample - start)
         part = Part("input_audio", None, len(samples) * 1000 / RATE)
-        heard = HeardTurn(Item(self.item_id, "user", [part]), trace, settling, self._told)
+        num_rejoined = 0 if rejoined is None else rejoined.num_rejoined + 1
+        if num_rejoined:
+            trace.facts["rejoined"] = num_rejoined
+        item = Item(self.item_id, "user", [part])
+        heard = HeardTurn(item, trace, settling, self._told, start, samples, num_rejoined)
         listener.forget(end)
         self._next_item()
+        self._last = heard if heard_end else None
         return heard
 
     def take_silence(self, silence_ms: float) -> tuple[Item, int]:
@@ -209,6 +257,7 @@ class Hearing:
     def forget(self) -> None:
         """Throw the turn at hand away: it is not the caller's, or nobody wants it."""
         self._begin_words()
+        self._rejoined = self._last = None
         self.start_sample = self.listener.position
 
     def drop_turn(self) -> int:
@@ -241,11 +290,14 @@ class Hearing:
         self.item_id = new_id("item")
         self._told = ""
         self._num_read_words = 0
+        self._is_told_apart = False
+        self._rejoined = None
 
     def _begin_words(self) -> None:
         self._transcriber.begin_turn()
         self._told = ""
         self._num_read_words = 0
+        self._is_told_apart = False
 
 
 @dataclass(frozen=True, slots=True)

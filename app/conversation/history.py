@@ -58,6 +58,7 @@ class History:
         """Of what the model has forgotten; stands behind the instructions."""
         self._entries: list[_Entry] = []
         self._evicted: list[str] = []
+        self._withdrawn: list[str] = []
 
     @classmethod
     def of(cls, items: Iterable[Item]) -> History:
@@ -119,6 +120,12 @@ class History:
         self._entries.insert(at, _Entry(item))
         return self._entries[at - 1].item.id if at else None
 
+    def since(self, item_id: str) -> list[Item]:
+        """The item and all behind it; none when it is not there."""
+        ids = [entry.item.id for entry in self._entries]
+        at = ids.index(item_id) if item_id in ids else len(ids)
+        return [entry.item for entry in self._entries[at:]]
+
     def get(self, item_id: str) -> Item:
         """Raises ClientError when there is no such item."""
         return self._entries[self._index(item_id, "retrieve")].item
@@ -126,6 +133,12 @@ class History:
     def delete(self, item_id: str) -> None:
         """Raises ClientError when there is no such item."""
         del self._entries[self._index(item_id, "delete")]
+
+    def withdraw(self, item_ids: list[str]) -> None:
+        """Take items back that turned out to be part of nothing. Others than ``delete``d ones the
+        client may still cut: it had not heard of it yet."""
+        self._withdrawn = item_ids
+        self._entries = [entry for entry in self._entries if entry.item.id not in item_ids]
 
     def previous_id(self, item_id: str) -> str | None:
         """Id of the item before ``item_id``; None for the first one or a deleted one."""
@@ -151,6 +164,8 @@ class History:
 
         Raises ClientError when the item is unknown, has no audio, or less than ``audio_end_ms``.
         """
+        if item_id in self._withdrawn:
+            return
         entry = self._entries[self._index(item_id, "truncate")]
         if entry.spoken is None or entry.item.role != "assistant":
             raise ClientError(

@@ -19,7 +19,8 @@ from audio.codecs import decode
 from audio.echo import EchoGuard
 from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
 from audio.errors import AudioError
-from audio.frame import SPEECH_RATE, Samples
+from audio.frame import SPEECH_RATE, Samples, silence
+from audio.noise import NoiseReducer
 from audio.resample import StreamResampler
 from audio.turn_end import WAITS
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
@@ -44,6 +45,8 @@ class Listener:
         self._eager_silence_ms = eager_silence_ms
         self._max_buffer_samples = int(max_buffer_s * RATE)
         self.echo = EchoGuard()
+        self._reducer: NoiseReducer | None = None
+        self._unwatched = silence(0)  # before what comes next, and not seen by the VAD yet
         self._chunks: deque[Samples] = deque()
         self._kept_from = 0
         self._position = 0
@@ -70,6 +73,10 @@ class Listener:
                 eager_silence_ms=min(self._eager_silence_ms, silence_ms),
             )
         self._endpointer = Endpointer(vad_config)
+        if config.noise_reduction != (self._reducer.microphone if self._reducer else None):
+            self._unwatched = self._not_watched()
+            kind = config.noise_reduction
+            self._reducer = None if kind is None else NoiseReducer(kind)
         self._format = config.input_format
         self._resampler = StreamResampler(self._format.rate, RATE)
         self._num_fed = self._num_resampled = 0  # samples into it and out of it
@@ -125,7 +132,7 @@ class Listener:
         )  # of the voice, in the resampler
         self._keep(samples, received_ns - inside_ns)
         start = self._vad.num_samples_judged
-        for i, probability in enumerate(self._vad.feed(samples)):
+        for i, probability in enumerate(self._vad.feed(self._for_vad(samples))):
             window_start = start + i * WINDOW_SAMPLES
             if self.echo.is_sounding and self._minds_echo:
                 probability = self._without_echo(probability, window_start)
@@ -134,6 +141,18 @@ class Listener:
                 yield from events
         if self._detects and self._endpointer.state is VoiceState.SILENT:
             self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
+
+    def _for_vad(self, samples: Samples) -> Samples:
+        """What the VAD sees of ``samples``: with less noise, if the client wants that."""
+        watched = np.concatenate((self._unwatched, samples))
+        self._unwatched = silence(0)
+        return watched if self._reducer is None else self._reducer.process(watched)
+
+    def _not_watched(self) -> Samples:
+        """The end of the input that the VAD has not been given: it is in the noise reducer."""
+        seen = self._vad.num_samples_seen
+        kept = self.take(seen)
+        return np.concatenate((silence(self._position - seen - kept.size), kept))
 
     def _without_echo(self, probability: float, window_start: int) -> float:
         """The probability of a voice other than our own."""

@@ -16,5 +16,7 @@ def outcome_of(response: Response, reply: str) -> TurnOutcome:
             return "incomplete"
         case "failed":
             return "timed_out" if response.reason == TurnTimeoutError.code else "failed"
+        case _ if response.is_withdrawn:
+            return "withdrawn"
         case _:  # cancelled, or in progress when the call ended
             return "interrupted" if response.reason == "turn_detected" else "cancelled"

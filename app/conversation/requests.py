@@ -9,6 +9,7 @@ from app.conversation.history import History
 from app.conversation.ids import new_id
 from app.conversation.session_config import Modality, SessionConfig, Tool, ToolChoice
 from app.conversation.tools import ToolBox
+from app.errors import ClientError
 from llm_core import ChatMessage
 
 
@@ -51,3 +52,21 @@ class ResponseRequest:
             metadata=self.metadata,
             in_conversation=in_conversation,
         )
+
+
+def response_is_active() -> ClientError:
+    """The refusal of a second response at the same time."""
+    return ClientError(
+        "the conversation already has an active response; wait for response.done or cancel it",
+        code="conversation_already_has_active_response",
+    )
+
+
+def no_active_response(response_id: str | None) -> ClientError:
+    """The refusal to cancel what does not run."""
+    return ClientError(
+        "there is no active response to cancel"
+        + (f" with the id {response_id!r}" if response_id else ""),
+        code="response_cancel_not_active",
+        param="response_id" if response_id else None,
+    )

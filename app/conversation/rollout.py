@@ -228,6 +228,8 @@ class RoutedReply:
         self._reply: TalkReply | None = None
         self._timer: asyncio.Timeout | None = None  # of the wait that goes on
         self._has_sign = False  # of life
+        # An answer begun in hope has no deadline: it comes behind all that are awaited.
+        self._is_awaited = options.get("deadline_ns") is not None
         self._text = ""
         self._num_tokens = 0
         self._num_before = 0  # tokens of the first engine, when the second one goes on
@@ -264,9 +266,7 @@ class RoutedReply:
     @property
     def _patience_s(self) -> float | None:
         is_new = self.lane == "canary" and not self.fallback and not self._has_sign
-        # An answer begun in hope has no deadline: it comes behind all that are awaited.
-        is_awaited = self._options.get("deadline_ns") is not None
-        return self._rollout.patience_s if is_new and is_awaited else None
+        return self._rollout.patience_s if is_new and self._is_awaited else None
 
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:
@@ -335,8 +335,9 @@ class RoutedReply:
         return event
 
     def set_deadline(self, deadline_ns: int | None) -> None:
-        """See ``TalkReply``."""
+        """See ``TalkReply``. Whoever says when words are needed waits for them, also with None."""
         self._options["deadline_ns"] = deadline_ns
+        self._is_awaited = True
         patience_s, timer = self._patience_s, self._timer
         if patience_s is not None and timer is not None and timer.when() is None:
             timer.reschedule(asyncio.get_running_loop().time() + patience_s)  # awaited from now on

@@ -11,6 +11,7 @@ from app.conversation.filler import Filler
 from app.conversation.load import Load
 from app.conversation.recognition import Recognition
 from app.conversation.rollout import Rollout
+from app.conversation.speaking import Speaking
 from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
@@ -22,10 +23,12 @@ from audio.vad import VadModel
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs.
+    """Loaded models and shared resources; ``workers`` runs ASR and TTS jobs,
+    which ``recognition`` and ``speaking`` put in order.
 
     ``filler``: what the budget's policy of that name says; None when it is off.
     ``tools``: Python functions that the model may call. ``rollout``: of a second engine.
+    ``small_engine``: for answers that would be late, when the policy ``smaller_model`` is on.
     ``turn_model``: judges by the sound whether a caller has finished; None when the operator has
     none.
     """
@@ -33,6 +36,7 @@ class Services:
     engine: TalkEngine
     recognition: Recognition
     load: Load
+    speaking: Speaking
     synthesizer: Synthesizer
     vad: VadModel
     workers: Executor
@@ -44,6 +48,7 @@ class Services:
     tools: ToolBox = field(default_factory=ToolBox)
     turn_model: TurnModel | None = None
     rollout: Rollout | None = None
+    small_engine: TalkEngine | None = None
 
     def for_conversation(self, conversation_id: str) -> Services:
         """The same with the engine that this conversation is given to."""

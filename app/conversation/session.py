@@ -38,7 +38,8 @@ from app.conversation.history import History
 from app.conversation.idle import PROMPT, IdleWatch
 from app.conversation.ids import new_id
 from app.conversation.listener import RATE
-from app.conversation.requests import ResponseRequest
+from app.conversation.rejoin import withdrawable
+from app.conversation.requests import ResponseRequest, no_active_response, response_is_active
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
@@ -60,6 +61,8 @@ _STALL_S = 1.5
 _LONG_WAIT_MS = 500
 # Nobody says "mhm" for so long.
 _SURE_INTERRUPTION_S = 1.5
+# Over the end of an answer, which cannot be held and goes on meanwhile, it is decided sooner.
+_SURE_OVER_THE_END_S = 0.9
 
 
 class Session:
@@ -142,10 +145,12 @@ class Session:
         for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
             for event in listener.feed(samples, received_ns):
+                self._dialog.lingers = self._lingers
                 await self._feed(event)
             if self._dialog.caller is floor.Caller.SPEAKING:
                 await self._follow_words()
-            if self._dialog.is_held and self._hearing.turn_s > _SURE_INTERRUPTION_S:
+            sure_s = _SURE_OVER_THE_END_S if self._turn is None else _SURE_INTERRUPTION_S
+            if self._dialog.is_held and self._hearing.turn_s > sure_s:
                 await self._feed(floor.InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not floor.Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
@@ -156,7 +161,7 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and self._hearing.means_to_stop(self._turn):
+        if new and self._dialog.is_held and self._hearing.means_to_stop(self._last_turn):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
@@ -202,6 +207,14 @@ class Session:
         )
 
     @property
+    def _lingers(self) -> bool:
+        """The last answer was sent whole, is still being heard, and does not ask for one."""
+        last = self._last_turn
+        if last is None or self._turn is not None or not last.is_playing:
+            return False
+        return not last.text.rstrip(" \"'”’)*").endswith("?")
+
+    @property
     def history(self) -> History:
         """All items."""
         return self._history
@@ -225,11 +238,7 @@ class Session:
     async def create_response(self, request: ResponseRequest | None = None) -> None:
         """Answer what was said so far. Raises ClientError while a response is active."""
         if self._dialog.has_response or self._turn is not None:
-            raise ClientError(
-                "the conversation already has an active response; wait for response.done or "
-                "cancel it",
-                code="conversation_already_has_active_response",
-            )
+            raise response_is_active()
         # A turn whose words were known before the client asked has waited for the client, not for
         # us: the time since then is nobody's latency.
         self._heard = None
@@ -240,12 +249,7 @@ class Session:
         turn = self._turn
         active = turn is not None and response_id in (None, turn.response.id)
         if not active and not (self._dialog.has_response and turn is None and response_id is None):
-            raise ClientError(
-                "there is no active response to cancel"
-                + (f" with the id {response_id!r}" if response_id else ""),
-                code="response_cancel_not_active",
-                param="response_id" if response_id else None,
-            )
+            raise no_active_response(response_id)
         await self._feed(floor.CancelRequested())
 
     # --- the floor ---
@@ -278,6 +282,8 @@ class Session:
             case floor.DropTranscript():
                 self._hearing.drop_words()
                 await self._ahead.discard()
+            case floor.RejoinTurn():
+                await self._rejoin()
             case floor.CommitTurn():
                 await self._commit(action.heard_end)
             case floor.StartResponse():
@@ -306,6 +312,20 @@ class Session:
             await asyncio.wait([self._turn_task])
         else:
             await self._cut_playback()
+
+    async def _rejoin(self) -> None:
+        """The caller goes on with the turn that was taken for over: it and its answer vanish."""
+        ids = withdrawable(self._history, self._hearing.last, self._turn or self._last_turn)
+        if ids and self._turn is not None:
+            self._turn.withdraw()
+        await self._stop_response("turn_detected")
+        if ids:
+            self._num_commits += 1  # nobody waits for the words of the first half any more
+            self._heard = None
+            self._history.withdraw(ids)
+            self._hearing.rejoin()
+            for item_id in ids:
+                await self._sink(ItemDeleted(item_id))
 
     async def _cut_playback(self) -> None:
         if self._last_turn is not None:  # it has just ended by itself, but may still sound
@@ -430,13 +450,17 @@ class Session:
 
     async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
+        start = self._hearing.start_sample
         words = (await asyncio.shield(early)).transcript.text
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
             await self._feed(
-                floor.InterruptionJudged(self._hearing.means_to_stop(self._turn, words))
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, words))
             )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
+        if self._hearing.start_sample < start:  # the words were only the second half of a turn
+            early = self._hearing.try_words(last_voiced)
+            words = (await asyncio.shield(early)).transcript.text
         said = [*self._prompt(), ChatMessage("user", words)]
         # After a whole sentence most likely it is over: the answer need not wait for the judgement.
         is_whole = turn_end.judge(words) in turn_end.FINISHED

@@ -4,6 +4,10 @@ While the caller speaks the turn is transcribed again and again, as often as the
 time; words that two runs agree on are told at once. When the voice pauses, the turn may be over:
 transcribing in hope takes the recogniser off the critical path, for if the pause turns out to be
 the end, the words are there already.
+
+The best moment for a look is a dip: a few hundredths of a second without sound. If it was the end,
+that look has heard all of the voice, long before the VAD lets go of it, and serves as the early
+transcript; if not, it is as good as any other look.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from app.conversation.recognition import BusyRecognizerError, Job, Recognition, 
 from audio.asr import Transcript
 from audio.asr_agreement import Agreement
 from audio.frame import SPEECH_RATE, Samples
+from audio.voice_end import find_dip, find_voice_end
 
 # Partials: not before so much of a turn is there, and no oftener than that.
 _MIN_PARTIAL_S = 0.6
@@ -24,6 +29,13 @@ _PARTIAL_EVERY_S = 0.5
 _PARTIAL_SHARE = 3.0
 # A longer turn costs too much to hear again and again.
 _MAX_PARTIAL_S = 20.0
+# Silence that makes a dip: stops inside a word close the mouth for 50 to 100 ms, so it is often
+# none, but a shorter look is a look too. A look in a dip has heard the voice's end and a bit more.
+_DIP_SAMPLES = SPEECH_RATE * 60 // 1000
+_BEHIND_VOICE_SAMPLES = SPEECH_RATE * 30 // 1000
+# Looks in dips may take up to half of the recogniser's time: this many times their cost lies
+# between them.
+_DIP_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,8 @@ class Transcriber:
         self._early_job: Job | None = None
         self._early_end: int | None = None
         self._partial: asyncio.Task[None] | None = None
+        self._look: Job | None = None  # the latest partial of this turn
+        self._next_dip_s = _MIN_PARTIAL_S
         self._agreement = Agreement()
         self._next_partial_s = _MIN_PARTIAL_S
         self.language: str | None = None
@@ -60,9 +74,7 @@ class Transcriber:
     def begin_turn(self) -> None:
         """A new turn: nothing of the last one is stable any more."""
         self.drop()
-        self._drop_partial()
-        self._agreement = Agreement()
-        self._next_partial_s = _MIN_PARTIAL_S
+        self._forget_looks()
 
     def wants_partial(self, turn_samples: int) -> bool:
         """Whether it is time to look at a turn that is ``turn_samples`` long by now."""
@@ -73,41 +85,90 @@ class Transcriber:
             and not self._recognition.is_busy
         )
 
+    def wants_dip(self, turn_samples: int) -> bool:
+        """Whether a look would be welcome if the voice dips now."""
+        is_ours = self._partial is not None
+        return self._next_dip_s <= turn_samples / SPEECH_RATE <= _MAX_PARTIAL_S and (
+            is_ours or not self._recognition.is_busy
+        )
+
+    def follow_dip(self, samples: Samples) -> None:
+        """Look at the turn so far if its voice dips at the end, unless that was done already."""
+        quiet = find_dip(samples)
+        if quiet < _DIP_SAMPLES or self._look_behind(samples.size - quiet) is not None:
+            return
+        self._drop_partial()  # it has heard less
+        self.follow(samples)
+
     def follow(self, samples: Samples) -> None:
         """Look at the turn so far, so that ``stable_text`` grows."""
-        self._partial = asyncio.create_task(self._follow(samples))
+        self._look = self._submit(samples, Urgency.PARTIAL)
+        self._partial = asyncio.create_task(self._follow(self._look, self._agreement))
         self._partial.add_done_callback(self._on_partial_done)
 
-    async def _follow(self, samples: Samples) -> None:
+    async def _follow(self, look: Job, agreement: Agreement) -> None:
         try:
-            transcript = await self._submit(samples, Urgency.PARTIAL).result
+            transcript = await look.result
         except BusyRecognizerError:
             return  # somebody's turn has ended: that comes first
+        if agreement is not self._agreement:
+            return  # so has this one
         cost_s = transcript.took_ms / 1000
         spacing_s = max(_PARTIAL_EVERY_S, _PARTIAL_SHARE * cost_s)
-        self._next_partial_s = samples.size / SPEECH_RATE + spacing_s
-        self._agreement.feed(transcript.text)
+        turn_s = look.samples.size / SPEECH_RATE
+        self._next_partial_s = turn_s + spacing_s
+        self._next_dip_s = turn_s + (1 + _DIP_SHARE) * cost_s
+        agreement.feed(transcript.text)
 
     def _on_partial_done(self, task: asyncio.Task[None]) -> None:
         if self._partial is task:
             self._partial = None
         if not task.cancelled() and task.exception() is not None:
             # The end of the turn meets the same failure and reports it.
-            self._next_partial_s = float("inf")
+            self._next_partial_s = self._next_dip_s = float("inf")
+
+    def _look_behind(self, voice_end: int) -> Job | None:
+        """The look that has heard the voice to its end, made or in the making; None: there is none.
+
+        ``voice_end`` counts in samples of the turn.
+        """
+        look = self._look
+        if look is None or look.samples.size < voice_end + _BEHIND_VOICE_SAMPLES:
+            return None
+        done = look.result
+        is_void = done.cancelled() or (done.done() and done.exception() is not None)
+        return None if is_void else look
 
     def _drop_partial(self) -> None:
         if self._partial is not None:
             self._partial.cancel()
             self._partial = None
 
+    def _forget_looks(self) -> None:
+        self._drop_partial()
+        self._look = None
+        self._agreement = Agreement()
+        self._next_partial_s = self._next_dip_s = _MIN_PARTIAL_S
+
     # --- when it may be over ---
 
-    def try_early(self, samples: Samples, last_voiced_sample: int) -> asyncio.Task[Settled]:
-        """Start transcribing a turn that may be over. The task is cancelled if it is not."""
+    def try_early(
+        self, samples: Samples, last_voiced_sample: int, voiced_len: int
+    ) -> asyncio.Task[Settled]:
+        """Start transcribing a turn that may be over. The task is cancelled if it is not.
+
+        ``samples``: the turn, of which the VAD calls the first ``voiced_len`` voice. A look that
+        has heard all of the voice serves.
+        """
         self.drop()
-        self._drop_partial()
+        look = self._look_behind(find_voice_end(samples, voiced_len))
+        if look is None:
+            self._drop_partial()
+            look = self._submit(samples, Urgency.EARLY)
+        else:
+            look.urgency = min(look.urgency, Urgency.EARLY)
         self._early_end = last_voiced_sample
-        self._early_job = self._submit(samples, Urgency.EARLY)
+        self._early_job = look
         self._early = asyncio.create_task(self._settled(self._early_job))
         # A failure matters only to whoever settles on this attempt; dropped, it is nobody's.
         self._early.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -118,9 +179,13 @@ class Transcriber:
         early = self._early
         if early is not None:
             self._num_dropped += 1
-            if early.done() and not early.cancelled() and early.exception() is None:
+            is_look = self._early_job is self._look  # its words are taken already
+            is_heard = early.done() and not early.cancelled() and early.exception() is None
+            if is_heard and not is_look:
                 self._agreement.feed(early.result().transcript.text)
             early.cancel()
+            if is_look:
+                self._partial = None  # cancelled with it
         self._early = self._early_job = self._early_end = None
 
     def take_num_dropped(self) -> int:
@@ -134,13 +199,14 @@ class Transcriber:
         The task raises RecognitionError.
         """
         early, job, end = self._early, self._early_job, self._early_end
-        self._drop_partial()
-        self._agreement = Agreement()
-        self._next_partial_s = _MIN_PARTIAL_S
         if early is not None and job is not None and end == last_voiced_sample:
+            if job is self._look:
+                self._partial = None  # else its words would be cancelled
+            self._forget_looks()
             self._early = self._early_job = self._early_end = None
             job.urgency = Urgency.FINAL
             return early
+        self._forget_looks()
         self.drop()
         return asyncio.create_task(self.transcribe(samples))
 

@@ -177,6 +177,10 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
+    def withdraw(self) -> None:
+        """What it answers was not finished: the response ends as if it had not been asked for."""
+        self.response.is_withdrawn = True
+
     @property
     def text(self) -> str:
         """What was said so far."""
@@ -209,7 +213,7 @@ class Turn:
     async def _answer(self) -> None:
         texts: asyncio.Queue[_Piece | None] = asyncio.Queue(maxsize=8)
         clauses: asyncio.Queue[Clause | None] = asyncio.Queue(maxsize=4)
-        async with asyncio.TaskGroup() as stages:
+        async with self._asking, asyncio.TaskGroup() as stages:
             expiry = stages.create_task(self._expire())
             stages.create_task(self._think(texts))
             stages.create_task(self._voice(texts, clauses))

@@ -6,8 +6,7 @@ not wait for the last word; else in one, which costs less.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +58,9 @@ class Voicing:
         )
         rate = self._config.output_format.rate / self._services.synthesizer.sample_rate
         begun_ns = self._clock.now_ns()
-        piece = await self._run(partial(self._synthesize, text, pieces))
+        needed_ns = begun_ns + round(in_hand_s * 1e9)
+        speaking = self._services.speaking
+        piece = await speaking.run(partial(self._synthesize, text, pieces), needed_ns)
         self._trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
         made_len = 0
         while True:
@@ -70,7 +71,8 @@ class Voicing:
             if piece.is_last:
                 return
             begun_ns = self._clock.now_ns()
-            piece = await self._run(partial(self._go_on, pieces))
+            made_ns = made_len * 1_000_000_000 // self._config.output_format.rate
+            piece = await speaking.run(partial(self._go_on, pieces), needed_ns + made_ns)
             self._trace.note_more_spoken(self._clock.now_ns() - begun_ns)
 
     def flush(self) -> Samples:
@@ -83,9 +85,6 @@ class Voicing:
         return StreamResampler(
             self._services.synthesizer.sample_rate, self._config.output_format.rate
         )
-
-    async def _run(self, job: Callable[[], SpeechPiece]) -> SpeechPiece:
-        return await asyncio.get_running_loop().run_in_executor(self._services.workers, job)
 
     def _synthesize(self, text: str, pieces: Iterator[SpeechPiece]) -> SpeechPiece:
         """Runs in a worker thread, as does the next one: one piece of this answer at a time."""

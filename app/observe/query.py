@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 import sqlite3
+import threading
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
@@ -26,6 +28,7 @@ _AGE = re.compile(r"(\d{1,6})([mhd])")
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
 _MAX_UNIX_S = 1e11
 _MAX_BUCKETS = 60
+_NUM_KNOWN = 16
 _BUCKETS_S = (60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400)
 
 
@@ -108,6 +111,9 @@ class TraceQuery:
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
+        # Answers to the last questions, good as long as there are the same turns.
+        self._known: OrderedDict[Hashable, dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def page(self, chosen: TraceFilter, limit: int, cursor: int | None = None) -> Page:
         """A page of the turns, behind the one that ``cursor`` names."""
@@ -127,18 +133,15 @@ class TraceQuery:
     def conversations(self, chosen: TraceFilter, limit: int) -> list[dict[str, Any]]:
         """Conversations with their turns counted, the latest first."""
         where, values = chosen.where()
-        sql = f"""
-            SELECT session_id, COUNT(*) AS turns, MIN(ended_at_ms) AS first_ended_at_ms,
-                   MAX(ended_at_ms) AS last_ended_at_ms,
-                   AVG(voice_to_voice_ms) AS mean_voice_to_voice_ms,
-                   MAX(voice_to_voice_ms) AS max_voice_to_voice_ms,
-                   SUM(outcome IN ('failed', 'timed_out')) AS failed,
-                   SUM(over_budget) AS over_budget
-            FROM turns {where} GROUP BY session_id ORDER BY MAX(seq) DESC LIMIT ?"""
         with self._store.reading() as db:
-            cursor = db.execute(sql, (*values, limit))
-            names = [column[0] for column in cursor.description]
-            return [dict(zip(names, row, strict=True)) for row in cursor]
+            # Only the latest are counted: what came before is not read at all.
+            latest: dict[str, None] = {}
+            newest = db.execute(f"SELECT session_id FROM turns {where} ORDER BY seq DESC", values)
+            for (session_id,) in newest:
+                latest[session_id] = None
+                if len(latest) == limit:
+                    break
+            return _counted(db, chosen, list(latest))
 
     def stats(
         self,
@@ -151,13 +154,19 @@ class TraceQuery:
 
         ``bucket_s`` None: chosen so that there are at most 60. The cause of a slow turn is the
         stage that took most above its own median: the longest stage is nearly always the wait for
-        the end of the turn, and nearly never what went wrong.
+        the end of the turn, and nearly never what went wrong. The answer is not to be changed: it
+        is given again while there are no new turns.
         """
         with self._store.reading() as db:
+            key = (_version(db), chosen, bucket_s, compare_with)
+            with self._lock:
+                if key in self._known:
+                    self._known.move_to_end(key)
+                    return self._known[key]
             rows = _rows(db, chosen)
             others = None if compare_with is None else _rows(db, compare_with)
         summary = summarize(rows)
-        return {
+        found = {
             "object": "trace.stats",
             "summary": summary,
             "is_truncated": len(rows) == MAX_COUNTED,
@@ -165,6 +174,37 @@ class TraceQuery:
             "slowest": _slowest(rows, summary),
             "compared_with": None if others is None else summarize(others),
         }
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > _NUM_KNOWN:
+                self._known.popitem(last=False)
+        return found
+
+
+def _version(db: sqlite3.Connection) -> tuple[int, ...]:
+    """Another one whenever turns have come or gone: a number is never used twice."""
+    sql = "SELECT COUNT(*), IFNULL(MIN(seq), 0), IFNULL(MAX(seq), 0) FROM turns"
+    return tuple(db.execute(sql).fetchone())
+
+
+def _counted(
+    db: sqlite3.Connection, chosen: TraceFilter, session_ids: list[str]
+) -> list[dict[str, Any]]:
+    """These conversations, the latest first."""
+    where, values = chosen.where()
+    where += " AND " if where else "WHERE "
+    where += f"session_id IN ({', '.join('?' * len(session_ids))})"
+    sql = f"""
+        SELECT session_id, COUNT(*) AS turns, MIN(ended_at_ms) AS first_ended_at_ms,
+               MAX(ended_at_ms) AS last_ended_at_ms,
+               AVG(voice_to_voice_ms) AS mean_voice_to_voice_ms,
+               MAX(voice_to_voice_ms) AS max_voice_to_voice_ms,
+               SUM(outcome IN ('failed', 'timed_out')) AS failed,
+               SUM(over_budget) AS over_budget
+        FROM turns {where} GROUP BY session_id ORDER BY MAX(seq) DESC"""
+    cursor = db.execute(sql, (*values, *session_ids))
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
 class _Row(NamedTuple):

@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from llm_core import Speculation
 
 TurnOutcome = Literal[
-    "answered", "silent", "interrupted", "cancelled", "failed", "timed_out", "incomplete"
+    "answered",
+    "silent",
+    "interrupted",
+    "withdrawn",
+    "cancelled",
+    "failed",
+    "timed_out",
+    "incomplete",
 ]
 OUTCOMES: tuple[TurnOutcome, ...] = (
     "answered",
     "silent",
     "interrupted",
+    "withdrawn",
     "cancelled",
     "failed",
     "timed_out",
@@ -70,6 +78,7 @@ FACTS = {
     "ttft_ms": "from the submission to the first token",
     "tpot_ms": "per token after the first",
     "finish_reason": "why the model stopped",
+    "unseen_tokens": "the attention window had left so many tokens when the answer ended",
     "dropped_messages": "oldest messages left out, for the context was too short",
     "forgotten_items": "of the conversation, those that were too old to be kept",
     "downgrades": "what the engine gave up to be in time: turns but the last, or the length",
@@ -82,6 +91,7 @@ FACTS = {
     "tts_clauses": "clauses spoken",
     "reply_audio_s": "audio sent",
     "playout_gap_ms": "silence inside the reply because audio came too late",
+    "rejoined": "how often the turn was taken for over before it was",
     "wasted_transcripts": "early transcripts that were for nothing since the last turn",
     "wasted_answers": "answers begun for nothing since the last turn",
     "wasted_tokens": "tokens of those",
@@ -139,7 +149,8 @@ class BudgetAction:
 class TurnTrace:
     """Collected while the turn runs. Instants are monotonic nanoseconds.
 
-    ``outcome`` is "" until ``end``; silent: there was nothing to say. ``reason``: the error code
+    ``outcome`` is "" until ``end``; silent: there was nothing to say; withdrawn: the caller had not
+    finished, and went on with the same turn. ``reason``: the error code
     or what stopped the turn. ``spoken``: by the caller (typed turns have no voice-to-voice).
     ``ended_at_ms`` is wall time, Unix milliseconds.
     """
@@ -251,7 +262,7 @@ class TurnTrace:
         nobody heard it.
         """
         self.outcome, self.reason = outcome, reason
-        was_stopped = outcome in ("interrupted", "cancelled")
+        was_stopped = outcome in ("interrupted", "withdrawn", "cancelled")
         if was_stopped and self.audio is not None:
             self.audio.stopped_ns = at_ns
         if was_stopped and self.instants.get("first_audio_sent", at_ns) > at_ns:

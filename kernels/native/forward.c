@@ -500,7 +500,7 @@ static int place_rows(pn_session *s) {
                 int parent = batch->parents[row];
                 s->depths[row] = parent < 0 ? 0 : s->depths[first + parent] + 1;
             }
-            s->positions[row] = segment[0] + s->depths[row];
+            s->positions[row] = segment[0] + segment[4] + s->depths[row]; /* in the text */
         }
     }
     return 1;
@@ -513,7 +513,8 @@ static pn_result check(const pn_model *m, const pn_cache *cache, const pn_batch 
         const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
         int32_t start = segment[0], length = segment[1];
         const int32_t *ids = batch->block_ids + segment[2];
-        if (start < 0 || length < 1 || (int64_t)start + length > m->max_context)
+        if (start < 0 || length < 1 || segment[4] < 0 ||
+            (int64_t)start + length + segment[4] > m->max_context)
             return PN_BAD_SEGMENT;
         for (int b = 0; b <= (start + length - 1) / cache->block_size; b++)
             if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;

@@ -44,7 +44,7 @@
 #define PN_TILE 8
 #define PN_GROUP 32
 #define PN_ROW_BLOCK 16
-#define PN_SEGMENT_FIELDS 4
+#define PN_SEGMENT_FIELDS 5
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
 #define PN_MAXIMUM_LEN 64     /* logits of which the largest is noted */
@@ -244,7 +244,7 @@ typedef struct {
 typedef struct {
     const int64_t *token_ids;  /* [num_rows] */
     const int64_t *logit_rows; /* [num_logits] */
-    const int32_t *segments;   /* [num_segments][4]: start, length, first in block_ids, is a tree */
+    const int32_t *segments;   /* [num_segments][5]: start, length, first in block_ids, is a tree, skipped */
     const int32_t *parents;    /* [num_rows] rows of the segment, -1: none; NULL without trees */
     const int32_t *block_ids;
     const int32_t *taps; /* [num_taps] layers whose output is wanted; num_layers: normed */
@@ -283,7 +283,7 @@ typedef struct {
     const float *features;      /* [num_rows][num_features], or NULL: see states */
     const float *states;        /* [num_rows][hidden_size] outputs of earlier rows */
     const int64_t *output_rows; /* [num_outputs] ascending */
-    const int32_t *segments;    /* [num_segments][4], as in pn_batch */
+    const int32_t *segments;    /* [num_segments][5], as in pn_batch */
     const int32_t *parents;     /* as in pn_batch */
     const int32_t *block_ids;
     const pn_draft_choice *choices; /* [num_segments] or NULL */

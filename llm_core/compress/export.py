@@ -17,7 +17,7 @@ import torch
 
 from llm_core.compress.hf_config_file import config_file, layer_settings
 from llm_core.compress.hf_tokenizer_files import tokenizer_files
-from llm_core.compress.packing import awq_tensors, gptq_tensors
+from llm_core.compress.packing import awq_tensors, gptq_tensors, int8_tensors
 from llm_core.config import ModelConfig
 from llm_core.errors import InvalidRequestError
 from llm_core.loading.checkpoint import read_json
@@ -25,7 +25,7 @@ from llm_core.loading.gguf import read_metadata
 from llm_core.loading.hf_model import LAYER_NAMES, POST_NORM_NAMES
 from llm_core.loading.safetensors_writer import write_safetensors
 from llm_core.loading.weights import TURNING, interleaved
-from llm_core.quant.formats import quantize_float8, quantize_int8
+from llm_core.quant.formats import quantize_float8
 from llm_core.quant.rounding import Grid, RoundedMatrix
 
 Container = Literal["", "gptq", "awq", "int8", "fp8"]
@@ -37,6 +37,7 @@ _FUSED = {
     **dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
     **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
 }
+_PACKERS = {"gptq": gptq_tensors, "awq": awq_tensors, "int8": int8_tensors}
 _LARGEST_FLOAT16 = 65504.0
 
 
@@ -116,11 +117,10 @@ def _tensors(exported: Exported) -> dict[str, torch.Tensor]:
         is_layer_matrix = ".layers." in base and base.endswith("_proj")
         matrix = _joined(parts)
         if isinstance(matrix, RoundedMatrix):
-            pack = awq_tensors if exported.container == "awq" else gptq_tensors
+            pack = _PACKERS[exported.container]
             tensors |= {f"{base}.{part}": tensor for part, tensor in pack(matrix).items()}
-        elif is_layer_matrix and exported.container in ("int8", "fp8"):
-            quantize = quantize_int8 if exported.container == "int8" else quantize_float8
-            codes, scale = quantize(matrix)
+        elif is_layer_matrix and exported.container == "fp8":
+            codes, scale = quantize_float8(matrix)
             tensors |= {f"{base}.weight": codes, f"{base}.weight_scale": scale.unsqueeze(1)}
         else:
             suffix = "" if base.endswith(".bias") else ".weight"

@@ -1,4 +1,4 @@
-"""Rounded matrices -> the tensors of GPTQ and AWQ files; the inverse of ``loading.packed``."""
+"""Matrices -> tensors of GPTQ, AWQ and compressed-tensors files; ``loading.packed`` reversed."""
 
 from __future__ import annotations
 
@@ -41,4 +41,17 @@ def awq_tensors(matrix: RoundedMatrix) -> dict[str, torch.Tensor]:
         "qweight": packed(matrix.codes.T),
         "qzeros": packed(matrix.grid.zero.T),
         "scales": matrix.grid.scale.T.half().contiguous(),
+    }
+
+
+def int8_tensors(matrix: RoundedMatrix) -> dict[str, torch.Tensor]:
+    """8 bits without zero points, as compressed-tensors packs them where activations stay floats:
+    weight_packed int32 [N, K / 4 rounded up] of codes plus 128, weight_scale float16 [N, G],
+    weight_shape int64 [2]."""
+    assert matrix.spec.bits == 8 and matrix.spec.is_symmetric
+    padded = torch.nn.functional.pad(matrix.codes, (0, -matrix.codes.shape[1] % 4))
+    return {
+        "weight_packed": pack_words(padded, 8),
+        "weight_scale": matrix.grid.scale.half(),
+        "weight_shape": torch.tensor(matrix.codes.shape),
     }

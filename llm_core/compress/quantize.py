@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,8 @@ from llm_core.quant.formats import Weight
 from llm_core.quant.gptq import DAMPING
 from llm_core.quant.rounding import GridSpec, RoundedMatrix
 
+_USUAL_GROUPS = (128, 64, 32)
+
 
 def quantize(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
     """Raises LlmError."""
@@ -33,6 +36,8 @@ def quantize(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
     check_target(options.out_dir)
     with open_model(options.model_path) as opened:
         config = opened.model.config
+        if options.group is None:
+            options = replace(options, group=_default_group(config, options))
         _check_shapes(config, options)
         calibration, evaluation = _texts(opened, options, progress)
         note = _source_note(opened.model)
@@ -61,6 +66,12 @@ def directory_bytes(directory: Path) -> int:
 def _check_shapes(config: ModelConfig, options: QuantizeOptions) -> None:
     """Raises InvalidRequestError when the files of the method cannot hold the matrices."""
     if options.method in ("int8", "fp8"):
+        widths = {shape[1] for shape in layer_shapes(config).values() if len(shape) == 2}
+        if options.method == "int8" and any(w % _group_len(options, w) for w in widths):
+            raise InvalidRequestError(
+                f"groups of {options.group} do not divide the matrices' inputs "
+                f"({', '.join(map(str, sorted(widths)))}), as INT8 files need; -1 (a row) does"
+            )
         return
     per_word = 32 // options.bits
     matrices = {name: shape for name, shape in layer_shapes(config).items() if len(shape) == 2}
@@ -71,12 +82,21 @@ def _check_shapes(config: ModelConfig, options: QuantizeOptions) -> None:
                 f"{options.bits}-bit codes"
             )
         if options.method == "awq" and num_in % _group_len(options, num_in):
-            fitting = [g for g in (128, 64, 32, 16) if not any(s[1] % g for s in matrices.values())]
-            hint = f", choose {fitting[0]}" if fitting else ""
             raise InvalidRequestError(
                 f"{name} has {num_in} inputs, which groups of {options.group} do not divide, as "
-                f"AWQ files need{hint}"
+                f"AWQ files need; {_largest_group(config)} would do"
             )
+
+
+def _default_group(config: ModelConfig, options: QuantizeOptions) -> int:
+    """8 bits are to lose next to nothing: INT8 takes the smallest of the usual group sizes."""
+    return _largest_group(config, (32,) if options.method == "int8" else _USUAL_GROUPS)
+
+
+def _largest_group(config: ModelConfig, sizes: tuple[int, ...] = _USUAL_GROUPS) -> int:
+    """The first of ``sizes`` that divides the inputs of all matrices; -1: none does."""
+    widths = {shape[1] for shape in layer_shapes(config).values() if len(shape) == 2}
+    return next((size for size in sizes if not any(width % size for width in widths)), -1)
 
 
 def _texts(
@@ -107,13 +127,19 @@ def _quantized(
     model: PlainModel, calibration: torch.Tensor, options: QuantizeOptions, progress: Progress
 ) -> Exported:
     rounded: Mapping[str, RoundedMatrix] = {}
-    if options.method not in ("int8", "fp8"):
+    if options.method != "fp8":
+        is_int8 = options.method == "int8"
         spec = GridSpec(
-            cast(Bits, options.bits),
+            cast(Bits, 8 if is_int8 else options.bits),
             _group_len(options, _widest(model.config)),
-            options.is_symmetric,
+            options.is_symmetric or is_int8,
         )
-        recipe = LayerRecipe(cast(LayerMethod, options.method), spec, options.act_order)
+        recipe = LayerRecipe(
+            cast(LayerMethod, "rtn" if is_int8 else options.method),
+            spec,
+            options.act_order,
+            narrows=options.method in ("gptq", "awq"),  # the others look at no text
+        )
         try:
             rounded = quantize_layers(model, calibration, recipe, partial(progress, "layers"))
         except ValueError as error:
@@ -125,6 +151,7 @@ def _quantized(
 
 
 def _group_len(options: QuantizeOptions, num_in: int) -> int:
+    assert options.group is not None, "chosen at the start"
     return num_in if options.group == -1 else options.group
 
 
@@ -157,16 +184,18 @@ def _settings(container: Container, options: QuantizeOptions) -> dict[str, Any]:
             "version": "gemm",
             "modules_to_not_convert": None,
         }
+    is_grouped = container == "int8" and options.group != -1
     weights = {
         "num_bits": 8,
         "type": "int" if container == "int8" else "float",
         "symmetric": True,
-        "strategy": "channel",
+        "strategy": "group" if is_grouped else "channel",
+        "group_size": options.group if is_grouped else None,
         "dynamic": False,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if container == "int8" else "float-quantized",
+        "format": "pack-quantized" if container == "int8" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],

@@ -16,8 +16,9 @@ import torch
 from llm_core.compress.plain_model import PlainLayer, PlainModel
 from llm_core.config import ModelConfig
 from llm_core.quant.awq import awq_round, search_scales
+from llm_core.quant.clipping import clipped_grid
 from llm_core.quant.gptq import gptq
-from llm_core.quant.rounding import GridSpec, RoundedMatrix, round_to_nearest
+from llm_core.quant.rounding import GridSpec, RoundedMatrix, on_grid, round_to_nearest
 
 LayerMethod = Literal["rtn", "gptq", "awq"]
 _SEQUENCES_AT_ONCE = 8
@@ -25,11 +26,19 @@ _SEQUENCES_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerRecipe:
-    """How to round the matrices of a layer. ``act_order`` is GPTQ's alone."""
+    """How to round the matrices of a layer. ``act_order`` is GPTQ's alone. ``narrows``: grids are
+    narrowed where the calibration text says that this helps (AWQ's of query and key never are, nor
+    GPTQ's without act-order); rounding to nearest then reads the text, too."""
 
     method: LayerMethod
     spec: GridSpec
     act_order: bool = True
+    narrows: bool = True
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no text is looked at."""
+        return self.method == "rtn" and not self.narrows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +58,12 @@ def quantize_layers(
     """Rounds all matrices of ``model`` within its layers; returns them by their names.
 
     The model's weights are replaced by what the rounded ones mean; AWQ also changes norms and the
-    biases of values. ``token_ids`` int64 [S, T] is the calibration text (not looked at for RTN).
+    biases of values. ``token_ids`` int64 [S, T] is the calibration text.
     ``on_layer(done, total)`` is called after each.
     """
     rounded: dict[str, RoundedMatrix] = {}
     with torch.inference_mode():
-        hidden = None if recipe.method == "rtn" else model.embed(token_ids)
+        hidden = None if recipe.is_blind else model.embed(token_ids)
         for index, layer in enumerate(model.layers):
             walk = _LayerWalk(model.config, layer, recipe)
             hidden = walk.run(hidden)
@@ -99,8 +108,18 @@ class _LayerWalk:
         scales = None
         if statistics is None:
             matrix = round_to_nearest(stacked, recipe.spec)
+        elif recipe.method == "rtn":
+            matrix = on_grid(
+                stacked, recipe.spec, clipped_grid(stacked, statistics.hessian, recipe.spec)
+            )
         elif recipe.method == "gptq":
-            matrix = gptq(stacked, statistics.hessian, recipe.spec, act_order=recipe.act_order)
+            matrix = gptq(
+                stacked,
+                statistics.hessian,
+                recipe.spec,
+                act_order=recipe.act_order,
+                narrows=recipe.narrows,
+            )
         else:
             scales = search_scales(
                 stacked,
@@ -111,7 +130,8 @@ class _LayerWalk:
             )
             hessian = statistics.hessian / torch.outer(scales, scales)
             # The paper does not clip what makes scores: they depend on products of two such rows.
-            matrix = awq_round(stacked * scales, hessian, recipe.spec, clip="query" not in names)
+            clips = recipe.narrows and "query" not in names
+            matrix = awq_round(stacked * scales, hessian, recipe.spec, clip=clips)
             self._divide_source(names, scales)
         start = 0
         for name in names:

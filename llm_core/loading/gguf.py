@@ -31,6 +31,8 @@ from llm_core.quant.formats import Weight
 
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
+# Vocabularies of 262k words with their merges take about 15 MB. Parsed, a header is larger.
+_MAX_HEADER_BYTES = 1 << 26
 _SCALARS: dict[int, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
     GGUFValueType.INT8: np.dtype("<i1"),
@@ -239,6 +241,7 @@ class _Reader:
         count = self._uint64(what)
         if count * least_bytes > self._size - self._at:
             raise self._error(f"{what} is {count}, more than the rest of the file can hold")
+        self._check_header(self._at + count * least_bytes, what)
         return count
 
     def _string(self, what: str) -> str:
@@ -261,9 +264,18 @@ class _Reader:
                 f"truncated: {what} needs {num_bytes} bytes at byte {self._at}, "
                 f"the file has {self._size}"
             )
+        self._check_header(end, what)
         taken = self._data[self._at : end]
         self._at = end
         return taken
+
+    def _check_header(self, end: int, what: str) -> None:
+        """Raises ModelLoadError when what is before ``end`` is more than any model needs."""
+        if end > _MAX_HEADER_BYTES:
+            raise self._error(
+                f"{what} goes to byte {end} at least, but at most {_MAX_HEADER_BYTES} are accepted "
+                "before the tensors"
+            )
 
     def _error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self._label}: {message}")

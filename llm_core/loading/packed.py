@@ -81,6 +81,8 @@ def from_compressed(
     else:
         zeros = unpack(zero_point.T, bits).flatten(1)[:, : scale.shape[0]].T
     group = num_in // scale.shape[1]
+    if bits == 8 and zero_point is None and group_index is None:
+        return from_int8((codes ^ 0x80).view(torch.int8), scale, None)
     return _grouped(codes, scale, zeros, group_index, bits, group)
 
 

@@ -26,14 +26,16 @@ def gptq(
     spec: GridSpec,
     *,
     act_order: bool = False,
+    narrows: bool = True,
     damping: float = DAMPING,
 ) -> RoundedMatrix:
     """float32 weight [N, K], hessian [K, K] (X X^T of the inputs, any scale) -> rounded matrix.
 
     ``act_order`` begins with the inputs of the largest energy. Groups stay neighbours in the
-    matrix, with grids chosen beforehand (narrowed where that helps a group's own part of the
-    output), so that the file needs no index of groups and no kernel has to follow one. ``damping``
-    is a share of the mean of H's diagonal. Raises ValueError when the Hessian is not finite.
+    matrix, with grids chosen beforehand (and, if it ``narrows``, narrowed where that helps a
+    group's own part of the output), so that the file needs no index of groups and no kernel has to
+    follow one. ``damping`` is a share of the mean of H's diagonal. Raises ValueError when the
+    Hessian is not finite.
     """
     if not bool(hessian.isfinite().all()):
         raise ValueError("the calibration inputs have values that are not finite")
@@ -45,7 +47,7 @@ def gptq(
     scale = torch.empty(spec.num_groups(num_in), num_out)
     zero = torch.empty_like(scale)
     if act_order:
-        grid = clipped_grid(weight, hessian, spec)
+        grid = clipped_grid(weight, hessian, spec) if narrows else grid_of(weight, spec)
         scale, zero = grid.scale.T.contiguous(), grid.zero.T.contiguous()
     codes = torch.empty(num_in, num_out)
     block_len = _BLOCK_LEN if act_order else min(spec.group, num_in)

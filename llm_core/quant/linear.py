@@ -53,6 +53,7 @@ _UNLIMITED_ROWS = 1 << 62
 # Up to this many rows the small form is the faster of the two that "int4" and "int8" keep.
 _FEW_ROWS = 4
 _INT4_GROUPS = (32, 64, 128, 256)
+_W8A8_GROUP = 32  # as in compiled code
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,10 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
     if weight_format == "bfloat16":
         return ((_UNLIMITED_ROWS, BFloat16Matmul(values)),)
     if weight_format == "w8a8":
-        return ((_UNLIMITED_ROWS, DynamicInt8Matmul(*quantize_int8(values))),)
+        group = _W8A8_GROUP if num_in % _W8A8_GROUP == 0 else num_in
+        codes, scale = quantize_int8(values.reshape(-1, group))
+        matmul = DynamicInt8Matmul(codes.view(num_out, num_in), scale.view(num_out, -1))
+        return ((_UNLIMITED_ROWS, matmul),)
     if weight_format == "fp8":
         return ((_UNLIMITED_ROWS, Float8Matmul(*quantize_float8(values))),)
     many_rows = _many_rows_matmul(values)

@@ -205,6 +205,11 @@ def _read_tensor(file: SafetensorsFile, key: str) -> torch.Tensor:
             raise ModelLoadError(f"{name}: d2t is {value.dtype}, expected integers")
         return value.to(torch.int64)
     if value.dtype == torch.int8:
+        if value.dim() != 2 or value.shape[1] % _GROUP != 0:
+            raise ModelLoadError(
+                f"{name}: tensor {key} has codes of shape {tuple(value.shape)}, expected a matrix "
+                f"whose rows are multiples of {_GROUP}"
+            )
         scale = file.tensors.get(f"{key}_scale")
         expected = (value.shape[0], value.shape[1] // _GROUP)
         if scale is None or scale.shape != expected:

@@ -1,0 +1,23 @@
+"""May a caller go on with a turn that was taken for over, and was perhaps answered already?"""
+
+from __future__ import annotations
+
+from app.conversation.hearing import HeardTurn
+from app.conversation.history import History
+from app.conversation.turn import Turn
+
+
+def withdrawable(history: History, heard: HeardTurn | None, answer: Turn | None) -> list[str]:
+    """Ids of the items that vanish if ``heard``, the turn that ended last, goes on after all: it
+    and what ``answer`` has said to it.
+
+    None if it cannot: what a called tool has done cannot be undone, and what the client has put
+    into the conversation since stands where it stands.
+    """
+    if heard is None:
+        return []
+    items = history.since(heard.item.id)
+    said = [] if answer is None else answer.response.output
+    if any(item not in said or item.call is not None for item in items[1:]):
+        return []
+    return [item.id for item in items]

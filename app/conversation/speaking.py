@@ -1,0 +1,59 @@
+"""One voice for all callers: the sound that is needed soonest is made first.
+
+A caller who hears nothing yet goes before one who has seconds of an answer in hand, whoever asked
+first. A piece that is being made is made to its end; so many at once that words can still be heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Speaking:
+    """The queue. Everything but the jobs themselves happens on the event loop."""
+
+    def __init__(self, workers: Executor, max_running: int = 1) -> None:
+        self._workers = workers
+        self._max_running = max_running
+        self._num_running = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._serial = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces that are not begun."""
+        return sum(not turn.done() for _, _, turn in self._waiting)
+
+    async def run(self, job: Callable[[], T], needed_ns: int) -> T:
+        """What ``job`` returns, run by a worker thread; ``needed_ns``: when the caller has heard
+        all there is by now."""
+        if self._num_running >= self._max_running:
+            self._serial += 1
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (needed_ns, self._serial, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it was our turn in that very moment
+                    self._next()
+                raise
+        else:
+            self._num_running += 1
+        running = asyncio.get_running_loop().run_in_executor(self._workers, job)
+        running.add_done_callback(lambda _: self._next())
+        return await running
+
+    def _next(self) -> None:
+        """Whoever had the place gives it to the next one."""
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_running -= 1
