@@ -164,7 +164,7 @@ class Settings(BaseSettings):
     ] = Field(
         default="auto",
         description="how keys and values are kept: exact, half, a quarter (fp8: GPUs); auto: "
-        "bfloat16 on GPUs, else float32",
+        "bfloat16 on GPUs and in compiled code, else float32",
     )
     llm_max_step_ms: int = Field(
         default=150, ge=10, le=10_000, description="how long reading a prompt may hold up answers"

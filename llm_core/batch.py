@@ -112,8 +112,11 @@ class ForwardResult:
 
     Where tokens were chosen, ``tokens`` int64 [R] are these, -1 where the logits were unusable, and
     ``logits`` are only those of ``choices.keeps``.
+    ``maxima`` float32 [R, vocab_size / ``sampler.MAXIMUM_LEN``, rounded up], where a model notes
+    them: the largest of each MAXIMUM_LEN logits, NaN where one of these is NaN.
     """
 
     logits: torch.Tensor
     features: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    maxima: torch.Tensor | None = None

@@ -35,6 +35,7 @@ from llm_core.policy import make_policy
 from llm_core.prompt import Prompt
 from llm_core.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.runner import ModelRunner
+from llm_core.sampler import ChunkRow
 from llm_core.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.accept import accept
@@ -42,7 +43,7 @@ from llm_core.speculative.choice import make_controller, make_drafter
 from llm_core.speculative.control import Controller
 from llm_core.speculative.drafter import Drafter
 from llm_core.speculator import Speculator
-from llm_core.step import ChunkRow, rows_by_chunk
+from llm_core.step import rows_by_chunk
 from llm_core.step_cost import StepCost
 from llm_core.step_pipeline import Flight, StepPipeline
 from llm_core.tokenizer import Tokenizer
@@ -474,8 +475,7 @@ class Engine:
                 sequence.computed_len += 1
                 generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
             try:
-                logits, token_id = rows_of_chunk[row]
-                events.extend(generation.advance(logits, token_id))
+                events.extend(generation.advance(rows_of_chunk[row]))
             except LlmError as error:
                 events.append(error)
                 return None
@@ -483,7 +483,8 @@ class Engine:
 
         rows = accept(chunk.tree, sample)
         if chunk.tree:
-            self._runner.move_rows(sequence.block_ids, chunk.start, rows)
+            if rows[-1] != len(rows) - 1:  # else they follow one another already
+                self._runner.move_rows(sequence.block_ids, chunk.start, rows)
             self.scheduler.settle_drafts(sequence)
             if self._speculator is not None:
                 self._speculator.verified(chunk.tree, rows)

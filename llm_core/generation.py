@@ -24,7 +24,7 @@ from llm_core.messages import (
     TextDelta,
     Usage,
 )
-from llm_core.sampler import FloatRow, SamplerState, sample_row, uniform
+from llm_core.sampler import ChunkRow, FloatRow, SamplerState, sample_row, uniform
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.counts import SpeculationCounts
 from llm_core.speculative.drafter import DraftRequest, DraftShape
@@ -66,19 +66,20 @@ class Generation:
         if params.logprobs is not None:
             self._logprobs = LogprobTrack(tokenizer.token_bytes, params.logprobs)
 
-    def advance(self, row: FloatRow | None, token_id: int | None = None) -> list[GenerationEvent]:
-        """Chooses the next token from logits float32 [vocab], unless it was chosen already as
-        ``chosen_elsewhere`` says, and says what follows from it.
+    def advance(self, row: ChunkRow) -> list[GenerationEvent]:
+        """Chooses the next token, unless it was chosen already as ``chosen_elsewhere`` says, and
+        says what follows from it.
 
         Raises LlmError when the model produced no usable logits, or the guide has outgrown its
         limits; the request is then over.
         """
+        token_id = row.token_id
         if token_id is None:
-            assert row is not None, "a token is chosen from logits"
-            token_id = self.choose(row)
+            assert row.logits is not None, "a token is chosen from logits"
+            token_id = self.choose(row.logits, row.maxima)
         elif token_id < 0:
             raise LlmError("the model produced unusable logits")
-        return self.accept(token_id, row)
+        return self.accept(token_id, row.logits)
 
     @property
     def chosen_elsewhere(self) -> tuple[SamplingParams, int] | None:
@@ -90,7 +91,7 @@ class Generation:
             return None
         return self._params, self._sampler.seed
 
-    def choose(self, row: FloatRow) -> int:
+    def choose(self, row: FloatRow, maxima: FloatRow | None = None) -> int:
         """The next token; changes nothing. Raises LlmError as ``advance``."""
         return sample_row(
             row,
@@ -98,6 +99,7 @@ class Generation:
             len(self._sequence.token_ids),
             banned=() if self._may_end else self._eos_ids,
             allowed=None if self._guide is None else self._guide.allowed(),
+            maxima=maxima,
         )
 
     def accept(self, token_id: int, row: FloatRow | None) -> list[GenerationEvent]:
@@ -124,7 +126,8 @@ class Generation:
     def draft_request(self, shape: DraftShape) -> DraftRequest:
         """What a drafter is told of this reply. Nothing is drafted beyond its longest end."""
         sequence = self._sequence
-        shape = replace(shape, max_depth=min(shape.max_depth, self.draft_room))
+        if self.draft_room < shape.max_depth:
+            shape = replace(shape, max_depth=self.draft_room)
         fractions: tuple[float, ...] = ()
         if not self._sampler.is_greedy:
             first, seed = len(sequence.token_ids), self._sampler.seed

@@ -296,9 +296,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model's own limit); ``max_waiting`` more may wait. ``kv_cache_tokens`` is the size of the KV
     pool that they and the prefix cache share (None: 2,048 for each of ``max_sequences``, or one
     whole context if that is more). ``kv_dtype`` is how keys and values are kept; "auto" is bfloat16
-    on a GPU and float32 elsewhere. ``policy`` says who is served first. ``max_step_ms`` is how long
-    a prompt's chunk may keep the streams waiting; the number of rows that this allows is learnt
-    from the steps. ``standby`` keeps a second
+    on a GPU and in the compiled decoder, float32 elsewhere. ``policy`` says who is served first.
+    ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting; the number of rows
+    that this allows is learnt from the steps. ``standby`` keeps a second
     process that has loaded its code (some 200 MB) and needs only the model when the first one
     dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
     "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is

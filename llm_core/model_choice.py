@@ -149,7 +149,10 @@ def make_cache(
     if not isinstance(decoder, TritonDecoder):
         if dtype == "fp8":
             raise ModelLoadError("kv_dtype is fp8, which only the Triton kernels have; use int8")
-        return KvCache(config, num_blocks, block_size, "float32" if dtype == "auto" else dtype)
+        if dtype == "auto":
+            # Compiled attention is bound by the bytes it reads, and rounds more elsewhere.
+            dtype = "bfloat16" if isinstance(decoder, NativeDecoder) else "float32"
+        return KvCache(config, num_blocks, block_size, dtype)
     is_cuda = decoder.device.type == "cuda"
     if dtype == "auto":
         dtype = "bfloat16" if is_cuda else "float32"

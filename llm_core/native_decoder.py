@@ -7,9 +7,9 @@ floats are rounded to 8 bits. Activations are rounded to 8 bits at each product,
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from kernels.native import Library, PackedMatrix
@@ -21,6 +21,7 @@ from llm_core.quant.formats import Weight, to_float
 from llm_core.quant.grouped import to_grouped
 from llm_core.quant.native_pack import pack_gated, pack_stacked
 from llm_core.rope import rope_tables
+from llm_core.sampler import MAXIMUM_LEN
 
 _MAX_GROUP_SIZE = 48  # query heads of one key/value head: MAX_QUERIES of attention.c
 _CACHE_TYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.int8: native.INT8}
@@ -46,8 +47,9 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 
 
 class SegmentArrays:
-    """Segments as the C code reads them: ``fields`` int32 [S, 5], ``block_ids`` of all, and
-    ``parents`` of all rows. Raises IndexError where their numbers do not fit."""
+    """Segments as the C code reads them: the addresses of ``fields`` int32 [S, 5], ``parents`` of
+    all rows, and ``block_ids`` of all, valid as long as this object. Raises IndexError where their
+    numbers do not fit."""
 
     def __init__(self, segments: Sequence[Segment], block_size: int, num_more: int = 0) -> None:
         """``num_more`` positions behind each segment's end must be in its blocks too."""
@@ -63,9 +65,11 @@ class SegmentArrays:
             fields.append(segment.skipped)
             block_ids += segment.block_ids
             parents += segment.parents or range(-1, segment.length - 1)
-        self.fields = np.array(fields, dtype=np.int32)
-        self.block_ids = np.array(block_ids, dtype=np.int32)
-        self.parents = np.array(parents, dtype=np.int32)
+        # One array, and not of numpy: a step makes it anew, with caches that are cold.
+        self._numbers = array("i", fields + parents + block_ids)
+        self.fields = self._numbers.buffer_info()[0]
+        self.parents = self.fields + self._numbers.itemsize * len(fields)
+        self.block_ids = self.parents + self._numbers.itemsize * len(parents)
 
 
 def cache_struct(cache: KvCache) -> native.Cache:
@@ -105,7 +109,10 @@ class NativeDecoder:
         self.library = library
         self._functions = library.functions
         self._session = None
-        self._taps = np.empty(0, dtype=np.int32)
+        self._taps = array("i")
+        self._cache: tuple[KvCache, native.Cache] | None = None
+        self._num_maxima = -(-config.vocab_size // MAXIMUM_LEN)
+        assert MAXIMUM_LEN == native.MAXIMUM_LEN
         self._tensors: list[torch.Tensor] = []  # what the structures point at
         self._matrices: list[PackedMatrix] = []
         self.pool = library.pool(num_threads)
@@ -139,7 +146,7 @@ class NativeDecoder:
     def set_feature_layers(self, layers: tuple[int, ...]) -> None:
         """See ``model_choice.Model``."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), "no such layer"
-        self._taps = np.array(layers, dtype=np.int32)
+        self._taps = array("i", layers)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Logits of ``batch.logit_rows``, features of all rows; writes their keys and values.
@@ -150,27 +157,31 @@ class NativeDecoder:
         token_ids, logit_rows = batch.token_ids.contiguous(), batch.logit_rows.contiguous()
         assert token_ids.dtype == logit_rows.dtype == torch.int64
         num_rows, hidden_size = token_ids.shape[0], self.config.hidden_size
-        logits = torch.empty(logit_rows.shape[0], self.config.vocab_size)
+        num_logits = logit_rows.shape[0]
+        logits = torch.empty(num_logits, self.config.vocab_size)
+        maxima = torch.empty(num_logits, self._num_maxima)
         features = None
+        if self._cache is None or self._cache[0] is not cache:
+            self._cache = cache, cache_struct(cache)
         if batch.wants_features and len(self._taps):
             features = torch.empty(num_rows, len(self._taps) * hidden_size)
         call = native.Batch(
             token_ids=token_ids.data_ptr(),
             logit_rows=logit_rows.data_ptr(),
-            segments=segments.fields.ctypes.data,
-            parents=segments.parents.ctypes.data,
-            block_ids=segments.block_ids.ctypes.data,
-            taps=self._taps.ctypes.data,
+            segments=segments.fields,
+            parents=segments.parents,
+            block_ids=segments.block_ids,
+            taps=self._taps.buffer_info()[0],
             logits=logits.data_ptr(),
             features=None if features is None else features.data_ptr(),
+            maxima=maxima.data_ptr(),
             num_rows=num_rows,
-            num_logits=logit_rows.shape[0],
+            num_logits=num_logits,
             num_segments=len(batch.segments),
             num_taps=0 if features is None else len(self._taps),
         )
-        result = self._functions.pn_forward(self._session, cache_struct(cache), call)
-        raise_if_failed(result)
-        return ForwardResult(logits, features)
+        raise_if_failed(self._functions.pn_forward(self._session, self._cache[1], call))
+        return ForwardResult(logits, features, maxima)
 
     def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 [N, hidden_size]: rows of the output head, as they are packed."""

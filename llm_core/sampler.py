@@ -5,7 +5,8 @@ else is in the batch or on how many steps were made: equal logits give equal tex
 
 Order of processing: penalties, logit bias, bans, guide, temperature, top-k, top-p (of what top-k
 left), min-p. All is done on as few tokens as possible: of a real row of 49k logits a few hundred
-lie near enough to the best to be drawn at all.
+lie near enough to the best to be drawn at all. Where the model noted the largest of each 64 logits
+(``maxima``), the others are not even read: same comparisons, same tokens, in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ FloatRow = npt.NDArray[np.float32]
 BoolRow = npt.NDArray[np.bool_]
 IdRow = npt.NDArray[np.int64]
 
+MAXIMUM_LEN = 64  # logits of which the largest is noted, see ``batch.ForwardResult``
 _GREEDY_BELOW = 1e-5  # smaller temperatures leave nothing to chance in float32
 # Distances from the best scaled logit (natural log) within which the nucleus is looked for.
 _NUCLEUS_DEPTHS = (4.0, 16.0)
@@ -40,6 +42,18 @@ _BLOCK_LEN = 256
 
 _WORD = 0xFFFF_FFFF
 _NEVER = np.float32(-np.inf)
+_IN_PIECE = np.arange(MAXIMUM_LEN)
+
+
+class ChunkRow(NamedTuple):
+    """A row's logits float32 [vocab] with their ``maxima`` (see ``batch.ForwardResult``) if these
+    were noted, or the token that was chosen where the logits are; -1: they were unusable."""
+
+    logits: FloatRow | None = None
+    maxima: FloatRow | None = None
+    token_id: int | None = None
+
+
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -136,39 +150,58 @@ def sample_row(
     *,
     banned: Collection[int] = (),
     allowed: BoolRow | None = None,
+    maxima: FloatRow | None = None,
 ) -> int:
     """The token at ``position`` (its index in the sequence) from logits float32 [vocab].
 
-    ``banned`` ids are never chosen; ``allowed`` (bool [vocab]) is the mask of a guide. Raises
-    LlmError when the model produced no usable logits.
+    ``banned`` ids are never chosen; ``allowed`` (bool [vocab]) is the mask of a guide; ``maxima``
+    are ``ForwardResult.maxima`` of ``row``: they change nothing but the time. Raises LlmError when
+    the model produced no usable logits.
     """
     # A mask could hide a NaN.
     is_usable = not (banned or allowed is not None) or not math.isnan(row.max())
-    row = _masked(state.penalise(row), banned, allowed)
-    best = int(row.argmax())
+    processed = _masked(state.penalise(row), banned, allowed)
+    if processed is not row:
+        row, maxima = processed, None
+    best = _best(row, maxima)
     # argmax stops at the first NaN, so this one look finds NaN anywhere, +inf, and all -inf.
     if not is_usable or not math.isfinite(row[best]):
         raise LlmError(f"the model produced unusable logits (best value {row[best]})")
     if state.is_greedy:
         return best
-    return draw_token(row, state.params, uniform(state.seed, position), best)
+    return draw_token(row, state.params, uniform(state.seed, position), best, maxima)
+
+
+def _best(row: FloatRow, maxima: FloatRow | None) -> int:
+    """Where the largest logit is: the first of equals, or the first NaN."""
+    if maxima is None:
+        return int(row.argmax())
+    first = int(maxima.argmax()) * MAXIMUM_LEN
+    return first + int(row[first : first + MAXIMUM_LEN].argmax())
 
 
 def draw_token(
-    row: FloatRow, params: SamplingParams, fraction: float, best: int | None = None
+    row: FloatRow,
+    params: SamplingParams,
+    fraction: float,
+    best: int | None = None,
+    maxima: FloatRow | None = None,
 ) -> int:
     """The token at which the running sum of the probabilities, in the order of token ids, passes
-    ``fraction`` in [0, 1). ``row``: processed logits float32 [vocab]; ``best``: its largest place.
+    ``fraction`` in [0, 1). ``row``: processed logits float32 [vocab]; ``best``: its largest place;
+    ``maxima``: as in ``sample_row``, if nothing was processed.
 
     The order matters to whoever guesses: a distribution that is near to this one draws the same
     token by the same fraction, mostly.
     """
     best = int(row.argmax()) if best is None else best
-    ids, weights = candidates(row, float(row[best]), params)
+    ids, weights = candidates(row, float(row[best]), params, maxima)
     if ids is None:
         return _draw(weights, fraction)
-    order = np.argsort(ids)
-    return int(ids[order][_draw(weights[order], fraction)])
+    if params.top_k > 0 or params.top_p < 1.0:  # else they are in order
+        order = np.argsort(ids)
+        ids, weights = ids[order], weights[order]
+    return int(ids[_draw(weights, fraction)])
 
 
 def _masked(row: FloatRow, banned: Collection[int], allowed: BoolRow | None) -> FloatRow:
@@ -183,14 +216,17 @@ def _masked(row: FloatRow, banned: Collection[int], allowed: BoolRow | None) -> 
     return row
 
 
-def candidates(row: FloatRow, best: float, params: SamplingParams) -> tuple[IdRow | None, FloatRow]:
+def candidates(
+    row: FloatRow, best: float, params: SamplingParams, maxima: FloatRow | None = None
+) -> tuple[IdRow | None, FloatRow]:
     """Tokens that may be drawn and their weights (probabilities but for a common factor).
 
-    ``row``: float32 [vocab], ``best``: its maximum. Returns (ids int64 [n], weights float32 [n]) in
-    an order that follows from the logits alone; ids None means the whole vocabulary in order. Of
-    equal logits at the edge of top-k or top-p, the smaller ids are kept.
+    ``row``: float32 [vocab], ``best``: its maximum, ``maxima``: as in ``draw_token``. Returns (ids
+    int64 [n], weights float32 [n]) in an order that follows from the logits alone, that of the ids
+    where neither top-k nor top-p cuts; ids None means the whole vocabulary in order. Of equal
+    logits at the edge of top-k or top-p, the smaller ids are kept.
     """
-    ids = _near(row, best, params)
+    ids = _near(row, best, params, maxima)
     # The best becomes 0 before the division: a tiny temperature cannot overflow it.
     scaled = (row if ids is None else row[ids]) - np.float32(best)
     scaled *= np.float32(1.0 / params.temperature)
@@ -211,17 +247,39 @@ def candidates(row: FloatRow, best: float, params: SamplingParams) -> tuple[IdRo
     return ids, weights
 
 
-def _near(row: FloatRow, best: float, params: SamplingParams) -> IdRow | None:
+def _near(
+    row: FloatRow, best: float, params: SamplingParams, maxima: FloatRow | None = None
+) -> IdRow | None:
     """All ids that can matter, in order; None when they are too many to be picked out."""
     depth = math.log(len(row)) + _NEAR_DEPTH
     if params.top_p == 1.0 and params.min_p > 0.0:
         depth = min(depth, _ROUNDING - math.log(params.min_p))
+    if maxima is not None:
+        pieces = np.flatnonzero(maxima >= _floor(best, depth, params))
+        if len(pieces) * MAXIMUM_LEN <= _NUM_NEAR:
+            return _near_in_pieces(row, best, params, depth, pieces)
     is_near = row >= _floor(best, depth, params)
     if 0 < params.top_k < len(row):
         is_closer = row >= _floor(best, _TOP_K_DEPTH, params)
         if np.count_nonzero(is_closer) >= params.top_k:
             is_near &= is_closer
     return np.flatnonzero(is_near) if np.count_nonzero(is_near) <= _NUM_NEAR else None
+
+
+def _near_in_pieces(
+    row: FloatRow, best: float, params: SamplingParams, depth: float, pieces: IdRow
+) -> IdRow:
+    """As ``_near`` where all that is within ``depth`` lies in some ``pieces`` of MAXIMUM_LEN."""
+    ids = (pieces[:, None] * MAXIMUM_LEN + _IN_PIECE).ravel()
+    if ids[-1] >= len(row):
+        ids = ids[: np.searchsorted(ids, len(row))]
+    values = row[ids]
+    kept = np.flatnonzero(values >= _floor(best, depth, params))
+    if 0 < params.top_k < len(row):
+        closer = np.flatnonzero(values >= _floor(best, _TOP_K_DEPTH, params))
+        if params.top_k <= len(closer) < len(kept):
+            kept = closer
+    return ids[kept]
 
 
 def _floor(best: float, depth: float, params: SamplingParams) -> np.float32:

@@ -108,7 +108,8 @@ class Speculator:
         for chunk, rows in features_by_chunk(plan, features):
             kept = accepted.get(chunk.sequence.seq_id, range(chunk.length))
             if rows is not None and len(kept) < len(rows):
-                rows = rows[list(kept)]
+                is_chain = kept[-1] == len(kept) - 1
+                rows = rows[: len(kept)] if is_chain else rows[list(kept)]
             computed.append(ComputedRows(chunk.sequence, chunk.start, len(kept), rows))
         self._drafter.observe(computed)
 
@@ -140,7 +141,9 @@ class Speculator:
                 forced = forced[: max(0, min(_MAX_FORCED, room, generation.draft_room))]
                 trees[index] = DraftTree.chain(forced, [_FORCED_PROBABILITY] * len(forced))
             elif shape is not None:
-                fitting = replace(shape, max_drafts=max(0, min(shape.max_drafts, room)))
+                fitting = shape
+                if room < shape.max_drafts:
+                    fitting = replace(shape, max_drafts=max(0, room))
                 request = generation.draft_request(fitting)
                 if min(request.shape.max_depth, request.shape.max_drafts) > 0:
                     requests[index] = request

@@ -1,15 +1,20 @@
-"""One step's plan as a batch of rows, and its rows of logits as what each chunk gets."""
+"""One step's plan as a batch of rows, and its rows of logits as what each chunk gets.
+
+Little is done here by torch: each call of it costs tens of microseconds where a step of some
+milliseconds has driven its code out of the caches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from llm_core.attention_window import GONE, AttentionWindow
 from llm_core.batch import ForwardBatch, ForwardResult, Segment, TokenChoices
 from llm_core.block_tables import BlockTables
-from llm_core.sampler import FloatRow
+from llm_core.sampler import ChunkRow
 from llm_core.scheduler import Chunk, StepPlan
 
 
@@ -41,9 +46,9 @@ def make_batch(
         block_ids = tuple(chunk.sequence.block_ids)
         segments.append(Segment(block_ids, chunk.start, chunk.num_rows, parents))
     return ForwardBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        token_ids=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
         segments=tuple(segments),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
         wants_features=wants_features,
         choices=choices,
     )
@@ -69,27 +74,30 @@ def windowed_segments(
         start = stop
 
 
-# A row's logits float32 [vocab], or the token that was chosen from them already.
-ChunkRow = tuple[FloatRow, None] | tuple[None, int]
-
-
 def rows_by_chunk(
     plan: StepPlan, result: ForwardResult, vocab_size: int, keeps: Sequence[int] = ()
 ) -> Iterator[tuple[Chunk, list[ChunkRow]]]:
     """Each chunk with its rows of logits or tokens: none, one, or one more than drafts.
 
     Where tokens were chosen, ``keeps`` are the rows whose logits were given out instead. Of these
-    only ``vocab_size`` are words: a model's vocabulary may be padded beyond the tokenizer's.
+    only ``vocab_size`` are words: a model's vocabulary may be padded beyond the tokenizer's (and
+    then the maxima of its logits are not those of words).
     """
-    logits = result.logits[:, :vocab_size].numpy()
-    num_rows = sum(1 + len(chunk.tree) for chunk in plan.chunks if chunk.wants_logits)
-    rows: list[ChunkRow] = []
+    logits = result.logits.numpy()
+    maxima = None
+    if logits.shape[1] != vocab_size:
+        logits = logits[:, :vocab_size]
+    elif result.maxima is not None:
+        maxima = result.maxima.numpy()
     if result.tokens is None:
-        rows += [(logits[row], None) for row in range(num_rows)]
+        rows = [
+            ChunkRow(row, None if maxima is None else maxima[place])
+            for place, row in enumerate(logits)
+        ]
     else:
-        rows += [(None, token_id) for token_id in result.tokens.tolist()]
+        rows = [ChunkRow(token_id=token_id) for token_id in result.tokens.tolist()]
         for place, row in enumerate(keeps):
-            rows[row] = (logits[place], None)
+            rows[row] = ChunkRow(logits[place])
     first = 0
     for chunk in plan.chunks:
         last = first + (1 + len(chunk.tree) if chunk.wants_logits else 0)
@@ -104,5 +112,6 @@ def features_by_chunk(
     first = 0
     for chunk in plan.chunks:
         last = first + chunk.num_rows
-        yield chunk, None if features is None else features[first:last]
+        is_all = features is None or len(features) == last - first
+        yield chunk, features if is_all or features is None else features[first:last]
         first = last

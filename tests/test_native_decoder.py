@@ -14,6 +14,7 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.messages import KvDtype
 from llm_core.native_decoder import NativeDecoder, unsupported_reason
 from llm_core.quant.formats import Weight
+from llm_core.sampler import MAXIMUM_LEN
 from tests.native_library import FORMS, native_library
 from tests.native_pair import NUM_BLOCKS, Pair, round_activations
 from tests.random_llama import FAMILIES, random_tokens, random_weights, tiny_config
@@ -186,6 +187,34 @@ def test_profile_names_what_ran(library: Library) -> None:
     times = pair.native.profile_us()
     assert {"query/key/value", "attention", "gate/up", "down", "head"} <= set(times)
     assert "ffn post norm" not in times
+
+
+@pytest.mark.parametrize("vocab_size", [63, 128, 1000])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_the_largest_of_each_64_logits_is_noted(
+    library: Library, vocab_size: int, num_rows: int
+) -> None:
+    pair = Pair(library, tiny_config(vocab_size=vocab_size))
+    rows = torch.arange(num_rows)
+    segment = Segment(tuple(range(3)), 0, num_rows)
+    result = pair.native.forward(ForwardBatch(rows, (segment,), rows), pair.caches[1])
+    assert result.maxima is not None
+    pieces = [piece.amax(1) for piece in result.logits.split(MAXIMUM_LEN, dim=1)]
+    assert torch.equal(result.maxima, torch.stack(pieces, 1))
+
+
+def test_a_noted_maximum_is_nan_where_a_logit_is(library: Library) -> None:
+    pair = Pair(library, tiny_config(vocab_size=130))
+    head = pair.native.struct.head
+    bias = torch.zeros(head.num_tiles * 8)
+    bias[65], bias[129] = float("nan"), float("inf")
+    head.bias = bias.data_ptr()
+    pair.native.struct.head = head
+    batch = ForwardBatch(torch.tensor([1]), (Segment((0,), 0, 1),), torch.tensor([0]))
+    result = pair.native.forward(batch, pair.caches[1])
+    assert result.maxima is not None
+    first, second, third = result.maxima[0].tolist()
+    assert first == result.logits[0, :64].max() and second != second and third == float("inf")
 
 
 def test_unsupported_shapes_are_named() -> None:

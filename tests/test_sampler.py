@@ -14,6 +14,7 @@ from llm_core.errors import InvalidRequestError, LlmError
 from llm_core.messages import JsonGuide, SamplingParams
 from llm_core.params_check import validate_params
 from llm_core.sampler import (
+    MAXIMUM_LEN,
     FloatRow,
     SamplerState,
     candidates,
@@ -283,6 +284,63 @@ def test_nothing_allowed_is_an_error_and_so_is_nan_behind_a_mask() -> None:
     only[5] = True
     with pytest.raises(LlmError, match="unusable"):
         sample_row(row, state(9), 0, allowed=only)
+
+
+def noted(row: FloatRow) -> FloatRow:
+    """``ForwardResult.maxima`` of a row."""
+    starts = np.arange(0, len(row), MAXIMUM_LEN)
+    return np.maximum.reduceat(row, starts)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 63, 64, 65, 1000, 49152]),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 4.0, 30.0]),
+    is_coarse=st.booleans(),
+    temperature=st.sampled_from([0.0, 1e-6, 0.05, 0.2, 0.7, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2, 40, 700, 60_000]),
+    top_p=st.sampled_from([0.0, 0.1, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    more=st.sampled_from(
+        [{}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"logit_bias": {0: 5.0}}]
+    ),
+    is_banned=st.booleans(),
+)
+def test_what_the_model_notes_of_its_logits_changes_no_token(
+    seed: int,
+    size: int,
+    spread: float,
+    is_coarse: bool,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    more: dict[str, Any],
+    is_banned: bool,
+) -> None:
+    """Every option, with ties, flat and steep rows: the token is the one without maxima."""
+    row = logits(seed, spread, size)
+    if is_coarse:
+        row = np.round(row)
+    sampler = state(
+        size, (0,), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **more
+    )
+    banned = (size - 1,) if is_banned and size > 1 else ()
+    for position in range(4):
+        wanted = sample_row(row, sampler, position, banned=banned)
+        assert sample_row(row, sampler, position, banned=banned, maxima=noted(row)) == wanted
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_noted_maxima_hide_nothing_unusable(bad: float) -> None:
+    row = logits(3, size=300)
+    row[170] = bad
+    with pytest.raises(LlmError, match="unusable"):
+        sample_row(row, state(300), 0, maxima=noted(row))
+    nothing = np.full(300, -np.inf, dtype=np.float32)
+    with pytest.raises(LlmError, match="unusable"):
+        sample_row(nothing, state(300), 0, maxima=noted(nothing))
 
 
 @pytest.mark.parametrize("spread", [0.001, 1.0, 4.0])

@@ -67,9 +67,9 @@ void pn_store_kv(const pn_cache *cache, int layer, int num_kv_heads, int head_di
 
 /* ---- reading ----------------------------------------------------------------------------- */
 
-/* Rows of one head: positions [first, first + num) of the sequence. float32 is pointed at, other
- * types are widened into `scratch` [num][head_dim]. */
-static void gather(const pn_attention *call, int head, int first, int num, const float **rows,
+/* Rows of one head: positions [first, first + num) of the sequence. Floats are pointed at as they
+ * are, int8 is widened to float32 in `scratch` [num][head_dim]. */
+static void gather(const pn_attention *call, int head, int first, int num, const void **rows,
                    float *scratch) {
     const pn_cache *cache = call->cache;
     int head_dim = call->head_dim, block_size = cache->block_size;
@@ -82,17 +82,14 @@ static void gather(const pn_attention *call, int head, int first, int num, const
             rows[j] = (const float *)cache->data + place * head_dim;
             continue;
         }
-        float *to = scratch + (int64_t)j * head_dim;
-        rows[j] = to;
         if (cache->type == PN_BF16) {
-            const uint16_t *from = (const uint16_t *)cache->data + place * head_dim;
-            uint32_t *bits = (uint32_t *)to;
-            for (int d = 0; d < head_dim; d++) bits[d] = (uint32_t)from[d] << 16;
-        } else {
-            const int8_t *from = (const int8_t *)cache->data + place * head_dim;
-            float scale = cache->scales[place];
-            for (int d = 0; d < head_dim; d++) to[d] = (float)from[d] * scale;
+            rows[j] = (const uint16_t *)cache->data + place * head_dim;
+            continue;
         }
+        const int8_t *from = (const int8_t *)cache->data + place * head_dim;
+        float *to = scratch + (int64_t)j * head_dim, scale = cache->scales[place];
+        rows[j] = to;
+        for (int d = 0; d < head_dim; d++) to[d] = (float)from[d] * scale;
     }
 }
 
@@ -109,15 +106,21 @@ static inline f8 sums_of_4(f8 a, f8 b, f8 c, f8 d) {
     return pairs + PN_SHUFFLE(pairs, 1, 0, 3, 2, 5, 4, 7, 6);
 }
 
+#define INLINE static inline __attribute__((always_inline))
+
+/* 8 numbers of a row of keys or values; `is_bf16` is known where this is inlined. */
+INLINE f8 load_8(const void *row, int d, int is_bf16) {
+    return is_bf16 ? f8_from_bf16((const uint16_t *)row + d) : f8_load((const float *)row + d);
+}
+
 /* scores[m][0..3] of up to 3 queries and 4 keys; `num_queries` is known where this is inlined. */
-static inline __attribute__((always_inline)) void score_tile(const float *queries, int num_queries,
-                                                             int head_dim, const float **keys,
-                                                             float *scores) {
+INLINE void score_tile(const float *queries, int num_queries, int head_dim, const void **keys,
+                       float *scores, int is_bf16) {
     f8 sum[3][4] = {{{0}}};
     for (int d = 0; d < head_dim; d += 8) {
         f8 key[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) key[j] = f8_load(keys[j] + d);
+        for (int j = 0; j < 4; j++) key[j] = load_8(keys[j], d, is_bf16);
 #pragma GCC unroll 3
         for (int m = 0; m < num_queries; m++) {
             f8 query = f8_load(queries + m * head_dim + d);
@@ -133,34 +136,42 @@ static inline __attribute__((always_inline)) void score_tile(const float *querie
     }
 }
 
-/* scores[m][j] = queries[m] . keys[j], every one summed in the same order whatever comes with it.
- * Writes up to the next multiple of 4 keys; `keys` has room for as many. */
-static void score(const float *queries, int num_queries, int head_dim, const float **keys,
-                  int num_keys, float *scores) {
-    for (int j = num_keys; j % 4; j++) keys[j] = keys[num_keys - 1];
+INLINE void score_all(const float *queries, int num_queries, int head_dim, const void **keys,
+                      int num_keys, float *scores, int is_bf16) {
     for (int j = 0; j < num_keys; j += 4) {
         int m = 0;
         for (; m + 3 <= num_queries; m += 3)
-            score_tile(queries + m * head_dim, 3, head_dim, keys + j, scores + m * CHUNK + j);
+            score_tile(queries + m * head_dim, 3, head_dim, keys + j, scores + m * CHUNK + j,
+                       is_bf16);
         for (; m < num_queries; m++)
-            score_tile(queries + m * head_dim, 1, head_dim, keys + j, scores + m * CHUNK + j);
+            score_tile(queries + m * head_dim, 1, head_dim, keys + j, scores + m * CHUNK + j,
+                       is_bf16);
+    }
+}
+
+/* scores[m][j] = queries[m] . keys[j], every one summed in the same order whatever comes with it.
+ * Writes up to the next multiple of 4 keys; `keys` has room for as many. */
+static void score(const float *queries, int num_queries, int head_dim, const void **keys,
+                  int num_keys, float *scores, int is_bf16) {
+    for (int j = num_keys; j % 4; j++) keys[j] = keys[num_keys - 1];
+    if (is_bf16) {
+        score_all(queries, num_queries, head_dim, keys, num_keys, scores, 1);
+    } else {
+        score_all(queries, num_queries, head_dim, keys, num_keys, scores, 0);
     }
 }
 
 /* sums[m] += weights[m][j] * values[j] over all j, of up to 4 queries; their number is known where
  * this is inlined. Each sum is made in the order of the positions, whatever comes with it. */
-static inline __attribute__((always_inline)) void add_values_tile(const float *weights,
-                                                                  int num_queries,
-                                                                  const float **values,
-                                                                  int num_values, int head_dim,
-                                                                  float *sums) {
+INLINE void add_values_tile(const float *weights, int num_queries, const void **values,
+                            int num_values, int head_dim, float *sums, int is_bf16) {
     int d = 0;
     for (; d + 16 <= head_dim; d += 16) {
         f8 sum[4][2];
         for (int m = 0; m < num_queries; m++)
             for (int v = 0; v < 2; v++) sum[m][v] = f8_load(sums + m * head_dim + d + 8 * v);
         for (int j = 0; j < num_values; j++) {
-            f8 low = f8_load(values[j] + d), high = f8_load(values[j] + d + 8);
+            f8 low = load_8(values[j], d, is_bf16), high = load_8(values[j], d + 8, is_bf16);
 #pragma GCC unroll 4
             for (int m = 0; m < num_queries; m++) {
                 f8 weight = f8_all(weights[m * CHUNK + j]);
@@ -175,20 +186,29 @@ static inline __attribute__((always_inline)) void add_values_tile(const float *w
     for (int m = 0; m < num_queries; m++) {
         f8 sum = f8_load(sums + m * head_dim + d);
         for (int j = 0; j < num_values; j++)
-            sum += f8_all(weights[m * CHUNK + j]) * f8_load(values[j] + d);
+            sum += f8_all(weights[m * CHUNK + j]) * load_8(values[j], d, is_bf16);
         f8_store(sums + m * head_dim + d, sum);
     }
 }
 
-static void add_values(const float *weights, int num_queries, const float **values, int num_values,
-                       int head_dim, float *sums) {
+INLINE void add_values_of(const float *weights, int num_queries, const void **values,
+                          int num_values, int head_dim, float *sums, int is_bf16) {
     for (; num_queries >= 4; num_queries -= 4, weights += 4 * CHUNK, sums += 4 * head_dim)
-        add_values_tile(weights, 4, values, num_values, head_dim, sums);
+        add_values_tile(weights, 4, values, num_values, head_dim, sums, is_bf16);
     switch (num_queries) {
-    case 3: add_values_tile(weights, 3, values, num_values, head_dim, sums); break;
-    case 2: add_values_tile(weights, 2, values, num_values, head_dim, sums); break;
-    case 1: add_values_tile(weights, 1, values, num_values, head_dim, sums); break;
+    case 3: add_values_tile(weights, 3, values, num_values, head_dim, sums, is_bf16); break;
+    case 2: add_values_tile(weights, 2, values, num_values, head_dim, sums, is_bf16); break;
+    case 1: add_values_tile(weights, 1, values, num_values, head_dim, sums, is_bf16); break;
     default: break;
+    }
+}
+
+static void add_values(const float *weights, int num_queries, const void **values, int num_values,
+                       int head_dim, float *sums, int is_bf16) {
+    if (is_bf16) {
+        add_values_of(weights, num_queries, values, num_values, head_dim, sums, 1);
+    } else {
+        add_values_of(weights, num_queries, values, num_values, head_dim, sums, 0);
     }
 }
 
@@ -234,12 +254,10 @@ static void update_softmax(softmax_state *state, float *scores, int first, int e
 
 /* ---- attention --------------------------------------------------------------------------- */
 
-static int least(int a, int b) { return a < b ? a : b; }
-
 /* What a call holds between chunks: up to MAX_QUERIES query heads, rows * heads of a group. */
 typedef struct {
     const pn_attention *call;
-    int num_queries;
+    int num_queries, is_bf16;
     float *queries, *sums, *scores, *key_space, *value_space;
     softmax_state states[MAX_QUERIES];
 } attention_state;
@@ -249,6 +267,7 @@ static void begin(attention_state *s, const pn_attention *call, const pn_query_r
     int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
     s->call = call;
     s->num_queries = rows->num_rows * group;
+    s->is_bf16 = call->cache->type == PN_BF16;
     s->queries = scratch;
     s->sums = s->queries + MAX_QUERIES * head_dim;
     s->scores = s->sums + MAX_QUERIES * head_dim;
@@ -278,7 +297,7 @@ static void finish(const attention_state *s, const pn_query_rows *rows) {
 static void weigh(attention_state *s, int m, int at, int first, int num) {
     int window = s->call->window, head_dim = s->call->head_dim;
     int low = window > 0 && at + 1 > window ? at + 1 - window : 0; /* sees [low, at] */
-    int seen_from = low > first ? low - first : 0, seen_to = least(num, at + 1 - first);
+    int seen_from = low > first ? low - first : 0, seen_to = smallest_of(num, at + 1 - first);
     float *row = s->scores + m * CHUNK;
     if (seen_from >= num || seen_to <= seen_from) { /* nothing of this chunk */
         memset(row, 0, sizeof(float) * CHUNK);
@@ -300,17 +319,18 @@ static int first_chunk(const pn_attention *call, int at) {
 static void visit(attention_state *s, const pn_query_rows *rows, int start, int end) {
     const pn_attention *call = s->call;
     int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
-    const float *keys[CHUNK], *values[CHUNK];
+    const void *keys[CHUNK], *values[CHUNK];
+    int key_head = call->kv_head, value_head = call->num_kv_heads + call->kv_head;
     for (int first = start; first < end; first += CHUNK) {
-        int num = least(CHUNK, end - first);
-        gather(call, call->kv_head, first, num, keys, s->key_space);
-        gather(call, call->num_kv_heads + call->kv_head, first, num, values, s->value_space);
-        score(s->queries, s->num_queries, head_dim, keys, num, s->scores);
+        int num = smallest_of(CHUNK, end - first);
+        gather(call, key_head, first, num, keys, s->key_space);
+        gather(call, value_head, first, num, values, s->value_space);
+        score(s->queries, s->num_queries, head_dim, keys, num, s->scores, s->is_bf16);
         for (int m = 0; m < s->num_queries; m++) {
             int row = m / group;
             weigh(s, m, rows->position + (rows->depths ? rows->depths[row] : row), first, num);
         }
-        add_values(s->scores, s->num_queries, values, num, head_dim, s->sums);
+        add_values(s->scores, s->num_queries, values, num, head_dim, s->sums, s->is_bf16);
     }
 }
 
@@ -331,10 +351,10 @@ void pn_attend_tree(const pn_attention *call, const pn_query_rows *rows, const i
     attention_state state, *s = &state;
     int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
     int start = rows->position, tail = start / CHUNK * CHUNK;
-    const float *keys[MAX_SLOTS], *values[MAX_SLOTS];
+    const void *keys[MAX_SLOTS], *values[MAX_SLOTS];
     begin(s, call, rows, scratch);
     int shallowest = rows->depths[0];
-    for (int r = 1; r < rows->num_rows; r++) shallowest = least(shallowest, rows->depths[r]);
+    for (int r = 1; r < rows->num_rows; r++) shallowest = smallest_of(shallowest, rows->depths[r]);
     int from = first_chunk(call, start + shallowest);
     visit(s, rows, from, tail);
 
@@ -344,19 +364,19 @@ void pn_attend_tree(const pn_attention *call, const pn_query_rows *rows, const i
     gather(call, call->num_kv_heads + call->kv_head, tail, num_slots, values, s->value_space);
     for (int r = 0; r < rows->num_rows; r++) {
         int at = start + rows->depths[r];
-        const float *own_keys[MAX_SLOTS], *own_values[MAX_SLOTS];
+        const void *own_keys[MAX_SLOTS], *own_values[MAX_SLOTS];
         for (int j = 0; j < start - tail; j++) own_keys[j] = keys[j], own_values[j] = values[j];
         for (int node = first_row + r, j = at - tail; node >= 0; node = parents[node], j--) {
             own_keys[j] = keys[start - tail + node];
             own_values[j] = values[start - tail + node];
         }
         for (int first = tail; first <= at; first += CHUNK) {
-            int num = least(CHUNK, at + 1 - first), m = r * group;
+            int num = smallest_of(CHUNK, at + 1 - first), m = r * group;
             score(s->queries + m * head_dim, group, head_dim, own_keys + first - tail, num,
-                  s->scores + m * CHUNK);
+                  s->scores + m * CHUNK, s->is_bf16);
             for (int i = m; i < m + group; i++) weigh(s, i, at, first, num);
             add_values(s->scores + m * CHUNK, group, own_values + first - tail, num, head_dim,
-                       s->sums + m * head_dim);
+                       s->sums + m * head_dim, s->is_bf16);
         }
     }
     finish(s, rows);

@@ -332,6 +332,35 @@ static pn_epilogue epilogue_of(const pn_session *s, const phase *p) {
     }
 }
 
+/* The largest of each PN_MAXIMUM_LEN logits of tiles [first_tile, end_tile), NaN where one of them
+ * is NaN: whoever chooses a token need not read 49 thousand logits again. */
+static void note_maxima(const pn_session *s, int first_tile, int end_tile, int num_rows) {
+    int vocab_size = s->model->vocab_size;
+    int64_t num_maxima = (vocab_size + PN_MAXIMUM_LEN - 1) / PN_MAXIMUM_LEN;
+    int end = smallest_of(end_tile * PN_TILE, vocab_size);
+    for (int row = 0; row < num_rows; row++) {
+        const float *logits = s->batch->logits + (int64_t)row * vocab_size;
+        float *to = s->batch->maxima + row * num_maxima;
+        for (int first = first_tile * PN_TILE; first < end; first += PN_MAXIMUM_LEN) {
+            int last = smallest_of(first + PN_MAXIMUM_LEN, end), i = first;
+            f8 most = f8_all(-INFINITY);
+            s8 is_nan = {0};
+            for (; i + PN_TILE <= last; i += PN_TILE) {
+                f8 values = f8_load(logits + i);
+                is_nan |= values != values;
+                most = f8_max(most, values);
+            }
+            float largest = f8_largest(most);
+            int has_nan = largest_magnitude(is_nan & (s8)f8_all(1.0f)) > 0;
+            for (; i < last; i++) {
+                has_nan |= logits[i] != logits[i];
+                largest = logits[i] > largest ? logits[i] : largest;
+            }
+            to[first / PN_MAXIMUM_LEN] = has_nan ? NAN : largest;
+        }
+    }
+}
+
 static void multiply(pn_session *s, int number, int task, int thread) {
     const phase *p = &s->phases[number];
     const pn_matrix *matrix = matrix_of(s->model, p);
@@ -347,8 +376,9 @@ static void multiply(pn_session *s, int number, int task, int thread) {
     input.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
     pn_epilogue epilogue = epilogue_of(s, p);
     int first = task * p->tiles_a_task;
-    pn_matmul_tiles(matrix, &input, p->num_rows, first,
-                    smallest_of(first + p->tiles_a_task, matrix->num_tiles), &epilogue);
+    int end = smallest_of(first + p->tiles_a_task, matrix->num_tiles);
+    pn_matmul_tiles(matrix, &input, p->num_rows, first, end, &epilogue);
+    if (p->kind == HEAD && s->batch->maxima) note_maxima(s, first, end, p->num_rows);
 }
 
 static void run_task(void *context, int number, int task, int thread) {
@@ -396,7 +426,8 @@ static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int n
         int tasks = num_threads == 1 ? 1 : num_threads * TASKS_A_THREAD;
         int tiles = largest_of((num_tiles + tasks - 1) / tasks, 1);
         if (num_rows > PN_ROW_BLOCK) tiles = smallest_of(tiles, 16); /* stay in the L2 cache */
-        tiles = round_up(tiles, 2); /* pairs stay together */
+        /* Pairs stay together, and so do logits of which the largest is noted. */
+        tiles = round_up(tiles, kind == HEAD ? PN_MAXIMUM_LEN / PN_TILE : 2);
         p->tiles_a_task = tiles;
         s->num_tasks[count] = (num_tiles + tiles - 1) / tiles;
         break;

@@ -19,6 +19,7 @@ TILE = 8  # outputs that lie side by side
 SPIN_US = 60
 
 MAX_TREE_ROWS = 256  # rows of one tree segment
+MAXIMUM_LEN = 64  # logits of which the largest is noted
 
 F32, BF16, INT8, F16 = range(4)
 STORE, ADD, GATED = range(3)
@@ -93,7 +94,7 @@ class Batch(Structure):
 
     _fields_ = (
         *((n, c_void_p) for n in ("token_ids", "logit_rows", "segments", "parents", "block_ids")),
-        *((n, c_void_p) for n in ("taps", "logits", "features")),
+        *((n, c_void_p) for n in ("taps", "logits", "features", "maxima")),
         *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "num_taps")),
     )
 

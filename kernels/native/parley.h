@@ -47,6 +47,7 @@
 #define PN_SEGMENT_FIELDS 5
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
+#define PN_MAXIMUM_LEN 64     /* logits of which the largest is noted */
 
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 static inline int largest_of(int a, int b) { return a > b ? a : b; }
@@ -167,6 +168,16 @@ static inline float bf16_to_float(uint16_t value) {
     union { uint32_t bits; float value; } u = {.bits = (uint32_t)value << 16};
     return u.value;
 }
+static inline f8 f8_from_bf16(const uint16_t *from) {
+#ifdef PN_AVX2
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return (f8)_mm256_slli_epi32(wide, 16);
+#else
+    f8 result;
+    for (int i = 0; i < 8; i++) result[i] = bf16_to_float(from[i]);
+    return result;
+#endif
+}
 static inline uint16_t float_to_bf16(float value) { /* nearest, ties to even; NaN stays NaN */
     union { float value; uint32_t bits; } u = {.value = value};
     if (value != value) return 0x7fc0;
@@ -239,6 +250,7 @@ typedef struct {
     const int32_t *taps; /* [num_taps] layers whose output is wanted; num_layers: normed */
     float *logits;       /* [num_logits][vocab_size] */
     float *features;     /* [num_rows][num_taps][hidden_size] */
+    float *maxima; /* [num_logits][vocab_size / PN_MAXIMUM_LEN, rounded up], or NULL */
     int32_t num_rows, num_logits, num_segments, num_taps;
 } pn_batch;
 

@@ -13,7 +13,6 @@ distances only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -88,10 +87,11 @@ class _Reading:
     def take(self, count: int) -> torch.Tensor:
         """The first ``count`` waiting rows."""
         rows = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
-        self.waiting = [rows[count:]] if count < len(rows) else []
+        is_all = count == self.num_waiting
+        self.waiting = [] if is_all else [rows[count:]]
         self.num_waiting -= count
         self.done += count
-        return rows[:count]
+        return rows if is_all else rows[:count]
 
     def cut(self, length: int) -> None:
         """Positions from ``length`` on are not there any more."""
@@ -182,7 +182,7 @@ class EagleDrafter:
         head = self._head
         if isinstance(head, ChainHead) and all(r.shape.width == 1 for r in requests):
             parts = [
-                (replace(segment, block_ids=place.block_ids), features, tokens)
+                (Segment(place.block_ids, segment.start, segment.length), features, tokens)
                 for (segment, features, tokens), place in zip(parts, places, strict=True)
             ]
             return head.draft_chains(self._batch(parts, last_rows), self._cache, requests)
@@ -242,7 +242,7 @@ class EagleDrafter:
             parts.append(self._segment(request.sequence, reading, reading.num_waiting))
             num_rows += parts[-1][0].length
             last_rows.append(num_rows - 1)
-        return parts, torch.tensor(last_rows)
+        return parts, torch.from_numpy(np.array(last_rows, dtype=np.int64))
 
     def _segment(self, sequence: TokenSequence, reading: _Reading, length: int) -> _Part:
         """The first ``length`` waiting rows as a segment, their features, the tokens after them."""
@@ -256,9 +256,12 @@ class EagleDrafter:
         self._head.forward(self._batch(parts, output_rows), self._cache)
 
     def _batch(self, parts: Sequence[_Part], output_rows: torch.Tensor) -> HeadBatch:
+        tokens = [token for _, _, tokens in parts for token in tokens]
+        states = [features for _, features, _ in parts]
         return HeadBatch(
-            token_ids=torch.tensor([token for _, _, tokens in parts for token in tokens]),
-            states=torch.cat([features for _, features, _ in parts]),
+            # By numpy: cheaper than torch's own way, in every step.
+            token_ids=torch.from_numpy(np.array(tokens, dtype=np.int64)),
+            states=states[0] if len(states) == 1 else torch.cat(states),
             is_real=True,
             segments=tuple(segment for segment, _, _ in parts),
             output_rows=output_rows,

@@ -7,10 +7,10 @@ little that leaving the compiled code between two of them would cost as much aga
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from kernels.native import PackedMatrix
@@ -61,6 +61,7 @@ class NativeHead:
         self._target = target
         self._functions = target.library.functions
         self._session = None
+        self._cache: tuple[KvCache, native.Cache] | None = None
         self._memory = target.library.memory()
         self._kept: list[PackedMatrix | torch.Tensor] = []  # what the structure points at
         self._target_ids = target_ids(config, tensors).contiguous()
@@ -119,11 +120,13 @@ class NativeHead:
         assert num_segments == len(requests) and min(limits) > 0
         num_steps = max(limits) - 1
         segments = SegmentArrays(batch.segments, cache.block_size, num_steps)
-        fractions = np.full((num_steps + 1, num_segments), -1.0, dtype=np.float32)
+        num_drafts = (num_steps + 1) * num_segments
+        fractions = array("f", [-1.0]) * num_drafts
         choices = (native.DraftChoice * num_segments)()
         for i, request in enumerate(requests):
-            params, drawn = request.params, request.fractions[: num_steps + 1]
-            fractions[: len(drawn), i] = drawn
+            params = request.params
+            for step, drawn in enumerate(request.fractions[: num_steps + 1]):
+                fractions[step * num_segments + i] = drawn
             choices[i] = native.DraftChoice(
                 temperature=max(params.temperature, LEAST_TEMPERATURE),
                 top_p=params.top_p,
@@ -133,24 +136,24 @@ class NativeHead:
                 top_k=1 if params.temperature < LEAST_TEMPERATURE else params.top_k,
                 most_drafts=limits[i],
             )
-        tokens = np.zeros((num_steps + 1, num_segments), dtype=np.int64)
-        probabilities = np.zeros((num_steps + 1, num_segments), dtype=np.float32)
-        lengths = np.zeros(num_segments, dtype=np.int32)
+        tokens = array("q", [0]) * num_drafts  # [num_steps + 1][num_segments], as are fractions
+        probabilities = array("f", [0.0]) * num_drafts
+        lengths = array("i", [0]) * num_segments
         self._run(
             batch,
             cache,
             segments,
             choices=choices,
-            fractions=fractions.ctypes.data,
-            out_tokens=tokens.ctypes.data,
-            out_probabilities=probabilities.ctypes.data,
-            out_lengths=lengths.ctypes.data,
+            fractions=fractions.buffer_info()[0],
+            out_tokens=tokens.buffer_info()[0],
+            out_probabilities=probabilities.buffer_info()[0],
+            out_lengths=lengths.buffer_info()[0],
             num_steps=num_steps,
             drawn_bonus=DRAWN_BONUS,
         )
         return [
-            DraftTree.chain(tokens[:n, i].tolist(), probabilities[:n, i].tolist())
-            for i, n in enumerate(lengths.tolist())
+            DraftTree.chain(tokens[i::num_segments][:n], probabilities[i::num_segments][:n])
+            for i, n in enumerate(lengths)
         ]
 
     def __del__(self) -> None:
@@ -170,15 +173,17 @@ class NativeHead:
             features=states.data_ptr() if batch.is_real else None,
             states=None if batch.is_real else states.data_ptr(),
             output_rows=output_rows.data_ptr(),
-            segments=segments.fields.ctypes.data,
-            parents=segments.parents.ctypes.data,
-            block_ids=segments.block_ids.ctypes.data,
+            segments=segments.fields,
+            parents=segments.parents,
+            block_ids=segments.block_ids,
             num_rows=token_ids.shape[0],
             num_outputs=output_rows.shape[0],
             num_segments=len(batch.segments),
             **options,
         )
-        raise_if_failed(self._functions.pn_draft(self._session, cache_struct(cache), call))
+        if self._cache is None or self._cache[0] is not cache:
+            self._cache = cache, cache_struct(cache)
+        raise_if_failed(self._functions.pn_draft(self._session, self._cache[1], call))
 
     def _make_struct(
         self, tensors: Mapping[str, torch.Tensor], max_context: int
