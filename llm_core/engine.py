@@ -115,7 +115,7 @@ class Engine:
             max_step_ms=config.max_step_ms,
         )
         if config.speculation != "off":
-            engine.speculate(drafter, make_controller(config, runner))
+            engine.speculate(drafter, make_controller(config, runner, drafter))
         engine._make.guides.prepare()
         return engine
 
@@ -296,7 +296,10 @@ class Engine:
             self._speculator.add_drafts(plan, self.scheduler, self._generations(plan))
         result = self._run(plan)
         self.scheduler.commit(plan)
-        return [*outputs, *self._postprocess(plan, result)]
+        outputs += self._postprocess(plan, result)
+        if self._speculator is not None:
+            self._speculator.finished()
+        return outputs
 
     def stats(self) -> EngineStats:
         tables = self.scheduler.tables

@@ -254,7 +254,8 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
         for index, length in enumerate((30, 17, 2)):
             params = greedy if index == case % 3 else dice.choice(drawn)
             depth = dice.randint(1, 6)
-            shape = DraftShape(depth, 6, 1, dice.choice([0.0, 0.01, 0.05]))
+            least, followed = dice.choice([0.0, 0.01, 0.05]), dice.choice([0.0, 0.0, 0.03, 0.5])
+            shape = DraftShape(depth, 6, 1, least, followed)
             fractions = () if params is greedy else tuple(dice.random() for _ in range(6))
             tokens = heads.tokens(length + 1, case * 3 + index).tolist()
             sequence = TokenSequence(index, tokens, max_len=100, arrival_ns=0)

@@ -364,12 +364,25 @@ static int choose_word(float *logits, int num_words, float fraction, const pn_dr
     return word;
 }
 
+/* Whether a segment's chain goes on in a pass: all its drafts so far were worth it. */
+static int is_active(const pn_draft_session *s, int segment, int pass) {
+    const pn_draft_choice *choice = &s->batch->choices[segment];
+    return s->chain_lengths[segment] >= pass && choice->most_drafts > pass &&
+           (pass == 0 || s->products[segment] >= choice->least_followed);
+}
+
+static int has_active(const pn_draft_session *s, int pass) {
+    for (int i = 0; i < s->batch->num_segments; i++)
+        if (is_active(s, i, pass)) return 1;
+    return 0;
+}
+
 /* What follows the last row of a segment: a draft, and the next pass's row. */
 static void choose(pn_draft_session *s, const phase *p, int segment) {
     const pn_draft_batch *batch = s->batch;
     const pn_draft_choice *choice = &batch->choices[segment];
     int64_t at = (int64_t)p->pass * batch->num_segments + segment;
-    if (s->chain_lengths[segment] < p->pass || p->pass >= choice->most_drafts) return;
+    if (!is_active(s, segment, p->pass)) return;
     float probability, *logits = s->logits + (int64_t)segment * s->model->num_words;
     float fraction = batch->fractions[at];
     int word = choose_word(logits, s->model->num_words, fraction, choice, &probability);
@@ -383,11 +396,6 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
         rows_of(s, p->pass + 1)[segment].token = s->model->target_ids[word];
 }
 
-static int has_active(const pn_draft_session *s, int pass) {
-    for (int i = 0; i < s->batch->num_segments; i++)
-        if (s->chain_lengths[i] >= pass && s->batch->choices[i].most_drafts > pass) return 1;
-    return 0;
-}
 
 static void run_task(void *context, int number, int task, int thread) {
     pn_draft_session *s = context;

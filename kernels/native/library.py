@@ -119,7 +119,8 @@ class DraftChoice(Structure):
     """pn_draft_choice."""
 
     _fields_ = (
-        *((n, c_float) for n in ("temperature", "top_p", "min_p", "least_probability")),
+        *((n, c_float) for n in ("temperature", "top_p", "min_p")),
+        *((n, c_float) for n in ("least_probability", "least_followed")),
         *((n, c_int32) for n in ("top_k", "most_drafts")),
     )
 

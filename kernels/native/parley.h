@@ -260,6 +260,7 @@ typedef struct {
 typedef struct {
     float temperature, top_p, min_p; /* of what is drawn from, as in llm_core/sampler.py */
     float least_probability;         /* a chain ends before its product falls below this */
+    float least_followed;            /* and after the draft whose product does */
     int32_t top_k, most_drafts;
 } pn_draft_choice;
 

@@ -71,7 +71,8 @@ class _Growing:
                 self.paths.append(before * probability)
                 origin.append(at)
         new = range(first, len(self.tokens))
-        likely = [i for i in new if self.paths[i] >= shape.least_probability]
+        least = max(shape.least_probability, shape.least_followed)
+        likely = [i for i in new if self.paths[i] >= least]
         best = sorted(likely, key=lambda i: -self.paths[i])[: shape.width]
         self.frontier = sorted(best)
         self._states_of_new = {i: states[origin[i - first]] for i in self.frontier}

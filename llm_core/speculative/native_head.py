@@ -129,6 +129,7 @@ class NativeHead:
                 top_p=params.top_p,
                 min_p=params.min_p,
                 least_probability=request.shape.least_probability,
+                least_followed=request.shape.least_followed,
                 # What is colder than that draws the likeliest.
                 top_k=1 if params.temperature < LEAST_TEMPERATURE else params.top_k,
                 most_drafts=limits[i],
