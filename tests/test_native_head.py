@@ -265,9 +265,12 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
             features.append(heads.features(length, case * 3 + index))
         chains = drafts_of(heads.native, heads, requests, features)
         singly = drafts_of(unchained, heads, requests, features)
-        for one, other in zip(chains, singly, strict=True):
+        for one, other, request in zip(chains, singly, requests, strict=True):
             assert one.token_ids == other.token_ids
-            assert one.probabilities == pytest.approx(other.probabilities, rel=1e-4)
+            # What is nearly as likely as the likeliest has a share at 0.001 yet, here or there.
+            is_cold = 0 < request.params.temperature < 0.01
+            rel = 0.01 if is_cold else 1e-4
+            assert one.probabilities == pytest.approx(other.probabilities, rel=rel)
             num_drafts += len(one)
     assert num_drafts > 60
 

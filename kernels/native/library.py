@@ -135,7 +135,7 @@ class DraftBatch(Structure):
         *((n, c_void_p) for n in ("fractions", "logits", "out_states", "out_tokens")),
         *((n, c_void_p) for n in ("out_probabilities", "out_lengths")),
         *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
-        ("drawn_bonus", c_float),
+        ("guess_reach", c_float),
         ("reserved", c_int32),
     )
 

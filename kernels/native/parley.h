@@ -283,7 +283,7 @@ typedef struct {
     float *out_probabilities; /* likewise */
     int32_t *out_lengths;     /* [num_segments] drafts that count */
     int32_t num_rows, num_outputs, num_segments, num_steps;
-    float drawn_bonus; /* what a drawn word's probability gains of what it lacks to 1 */
+    float guess_reach; /* how far from a fraction draws are asked for the word to guess */
     int32_t reserved;
 } pn_draft_batch;
 

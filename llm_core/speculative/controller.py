@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from llm_core.speculative.control import Situation
 from llm_core.speculative.drafter import DraftShape
@@ -23,6 +24,7 @@ from llm_core.speculative.tree import EMPTY, DraftTree
 from llm_core.speculative.truth import Truth
 
 _OUTLIER = 3.0  # times what is known: the head read a prompt, or the machine was away
+_KNOWN = 4  # drafts after which their time is known
 _SMALL = 0.1  # of a step: what takes less is never an outlier
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
 _PLAIN, _DRAFTED, _OTHER = range(3)  # kinds of steps
@@ -59,6 +61,7 @@ class AutoController:
         is_flat = self._cost.ns(rows + 8 * streams) < _FLAT * now_ns
         return replace(
             self._limits,
+            max_depth=self._limits.max_depth if streams == 1 else self._best_depth(situation),
             width=self._limits.width if is_flat else 1,
             least_probability=max(self._limits.least_probability, min(0.9, 0.5 * least)),
             least_followed=max(self._limits.least_followed, self._truth.said_for(followed)),
@@ -70,13 +73,19 @@ class AutoController:
         drafts = sorted(
             (-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)
         )
-        rate, rows = self._rate(situation), situation.num_rows
+        rows = situation.num_rows
         plain_ns = self._cost.ns(rows)
+        gains = list(accumulate(-minus_p for minus_p, _, _ in drafts))
+        rate = self._rate(situation)
+        if not self._record.drafted_ns.num_seen:  # nothing better is known than this step's best
+            rates = (
+                (situation.num_streams + gained) / self._cost.ns(rows + count)
+                for count, gained in enumerate(gains, 1)
+            )
+            rate = max([rate, *rates])
         best, best_count = 0.0, 0
-        gained = 0.0
         self._tokens = float(situation.num_streams)
-        for count, (minus_p, _, _) in enumerate(drafts, 1):
-            gained -= minus_p
+        for count, gained in enumerate(gains, 1):
             worth = gained - rate * (self._cost.ns(rows + count) - plain_ns)
             if worth > best:
                 best, best_count = worth, count
@@ -102,7 +111,10 @@ class AutoController:
             return
         # The first draft of a reply reads its prompt, as its end would do if there was none.
         self._kind = _OTHER
-        scale.add(1.2 * usual)
+        if scale.num_seen < _KNOWN:  # or what was measured at the start is not true
+            scale.value, scale.num_seen = 1.5 * usual, 1
+        else:
+            scale.add(1.2 * usual)
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         rows, depths = set(accepted), tree.depths
@@ -132,6 +144,20 @@ class AutoController:
         scale = self._record.draft_scale
         factor = self._cost.load * (scale.value if scale.num_seen else num_streams**0.5)
         return factor * self._draft_cost.ns(1), factor * self._draft_cost.step_ns
+
+    def _best_depth(self, situation: Situation) -> int:
+        """How far all streams together go: a pass of the head takes as long for the last stream
+        that is still sure of itself as for all."""
+        rows, streams = situation.num_rows, situation.num_streams
+        first_ns, step_ns = self._draft_ns(streams)
+        tokens, path, best, best_rate = 1.0, self._truth.first, 1, 0.0
+        for depth in range(1, self._limits.max_depth + 1):
+            tokens += path
+            path *= self._truth.later
+            took_ns = self._cost.ns(rows + depth * streams) + first_ns + (depth - 1) * step_ns
+            if tokens / took_ns > best_rate:
+                best, best_rate = depth, tokens / took_ns
+        return best
 
     def _could_pay(self, situation: Situation) -> bool:
         """Whether drafts would gain time if they were right as often as one can hope."""

@@ -1,7 +1,7 @@
 """What a drafter's probabilities are worth: how often drafts were right, by what was said of them.
 
-Drafters boast, and a drawn token's probability is a guess (``grow.DRAWN_BONUS``); what came true
-corrects both.
+Drafters boast, and how likely a token is that will be drawn is a guess (``grow.guess_token``); what
+came true corrects both.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Truth:
         self._right = [_PRIOR * middle for middle in middles]
         self._all = [_PRIOR] * _NUM_BUCKETS
         self._right_after = self._all_after = 0.0
+        self._right_first = self._all_first = 0.0
 
     def observe(self, said: float, *, is_right: bool, depth: int = 1) -> None:
         """One verified draft, whose parent was right."""
@@ -28,6 +29,9 @@ class Truth:
         if depth > 1:
             self._right_after = _FORGET * self._right_after + is_right
             self._all_after = _FORGET * self._all_after + 1
+        else:
+            self._right_first = _FORGET * self._right_first + is_right
+            self._all_first = _FORGET * self._all_first + 1
 
     def corrected(self, said: float) -> float:
         """What ``said`` is worth."""
@@ -47,6 +51,11 @@ class Truth:
                 return start + max(0.0, min(1.0, part)) * (middle - start)
             before = found
         return 1.0 if worth <= 1.0 and before > 0.9 * worth else 1.1
+
+    @property
+    def first(self) -> float:
+        """How often the first draft is right."""
+        return (self._right_first + 0.5 * _PRIOR) / (self._all_first + _PRIOR)
 
     @property
     def later(self) -> float:
