@@ -126,7 +126,7 @@ class Engine:
             overlap_steps=config.overlap_steps,
         )
         if config.speculation != "off":
-            engine.speculate(drafter, make_controller(config, runner))
+            engine.speculate(drafter, make_controller(config, runner, drafter))
         engine._make.guides.prepare()
         return engine
 
@@ -355,8 +355,7 @@ class Engine:
         tables = self.scheduler.tables
         room = tables.pool.num_blocks - self._num_pinned_blocks - 1
         is_endless = room >= tables.num_needed(_LARGEST_CHUNK)
-        limit = self._runner.max_context if is_endless else room * tables.pool.block_size
-        self._make.limit(limit)
+        self._make.limit(self._runner.max_context if is_endless else room * tables.pool.block_size)
 
     def _draft(self, request_id: int) -> Request:
         request = self._requests.get(request_id)
@@ -408,8 +407,7 @@ class Engine:
                 generation.scheduled_ns = self._clock()
 
     def _learn_of(self, flight: Flight | None, *, is_late: bool) -> list[Output]:
-        """What follows from a step; ``is_late``: requests may have ended since, and no prompt was
-        done with it."""
+        """``is_late``: requests may have ended since, and no prompt was done with the step."""
         if flight is None:
             return []
         plan = flight.plan
@@ -456,6 +454,8 @@ class Engine:
             self._speculator.observe(flight.plan, result.features, accepted)
         for sequence in ended:
             self._end(sequence)
+        if self._speculator is not None:
+            self._speculator.finished()
         return outputs
 
     def _advance(
