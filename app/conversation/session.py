@@ -305,7 +305,7 @@ class Session:
         """The caller goes on with the turn that was taken for over: it and its answer vanish."""
         ids = withdrawable(self._history, self._hearing.last, self._turn or self._last_turn)
         if ids and self._turn is not None:
-            self._turn.withdraw()
+            self._turn.response.is_withdrawn = True
         await self._stop_response("turn_detected")
         if ids:
             self._num_commits += 1  # nobody waits for the words of the first half any more
