@@ -21,12 +21,13 @@ from audio.frame import SPEECH_RATE, Samples, silence
 from audio.resample import StreamResampler
 
 FRAME = SPEECH_RATE // 100
-# Of what was played in the last 0.6 s, so many frames of 10 ms must be above -50 dB for the
+# Of what was played in the last 0.3 s, so many frames of 10 ms must be above -50 dB for the
 # microphone to have had something to hear.
-_HEARABLE_FRAMES, _LOUD_FRAMES, _LOUD = 60, 30, 1e-5
-# Windows in which it had and nothing was heard: so many, and it does not hear us. One in which a
-# voice was heard that is gone once ours is taken away weighs as much as several of them.
-_DEAF, _MOST_DEAF, _ECHO_WEIGHT = 16, 60, 4
+_HEARABLE_FRAMES, _LOUD_FRAMES, _LOUD = 30, 5, 1e-5
+# Windows in which it had and nothing was heard: so many (0.64 s, later than an echo comes), and it
+# does not hear us, which then counts like the most. One in which a voice was heard that is gone once
+# ours is taken away weighs as much as several of them.
+_DEAF, _MOST_DEAF, _ECHO_WEIGHT = 20, 60, 4
 # An echo comes at most so much later than the clock says that it was played: network, the player's
 # buffer, the room.
 _TAIL_SAMPLES = SPEECH_RATE
@@ -96,7 +97,9 @@ class EchoCanceller:
         """
         if heard < is_voice_from:
             if sum(self._loud) >= _LOUD_FRAMES:
-                self._num_deaf = min(self._num_deaf + 1, _MOST_DEAF)
+                self._num_deaf += 1
+            if self._num_deaf >= _DEAF:
+                self._num_deaf = _MOST_DEAF
             return heard
         is_deaf = self._num_deaf >= _DEAF
         if cleaned < is_voice_from:

@@ -35,7 +35,7 @@ class NoiseReducer:
 
     def process(self, samples: Samples) -> Samples:
         """Float32 [n] at 16 kHz -> [m]: what is whole by now. Takes about 4 us per 10 ms."""
-        pending = np.concatenate((self._rest, samples))
+        pending: Samples = np.concatenate((self._rest, samples))
         end = pending.size // _FRAME * _FRAME
         self._rest = pending[end:].copy()
         if not end:

@@ -98,7 +98,7 @@ class Waits:
 # Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
 WAITS: dict[Eagerness, Waits] = {
     "high": Waits(200, 700, 0.6, 0.4, 800, 900, 480, 1_000),
-    "medium": Waits(300, 1_000, 0.75, 0.73, 1_100, 1_200, 640, 1_500),
+    "medium": Waits(300, 750, 0.75, 0.73, 1_100, 1_200, 640, 1_500),
     "low": Waits(480, 2_000, 0.75, 0.6, 2_500, 2_500, 1_000, 4_000),
 }
 WAITS["auto"] = WAITS["medium"]

@@ -46,6 +46,8 @@ _RIDGE = 3.0
 _NATURAL_WEIGHT = 2.0
 # With this much sound made already the answer begins so long after its turn has ended.
 _HEARD_AFTER_MS = 40.0
+# Whoever goes on later than this behind the first sound has heard a word: it is not taken back.
+_WORD_MS = 350.0
 _SIGNS: dict[str, tuple[str, ...]] = {
     "words": ("words",),
     "prosody": ("prosody",),
@@ -194,12 +196,14 @@ def _in_use(
     )
     ends, cut = found[is_end], (pauses > found)[~is_end]
     heard = (pauses > found + _HEARD_AFTER_MS)[~is_end]
+    lasting = (pauses > found + _HEARD_AFTER_MS + _WORD_MS)[~is_end]
     is_made = np.array([not e["is_spliced"] for e in events])[~is_end]
     p50, p75, p90 = np.quantile(ends, [0.5, 0.75, 0.9])
     print(
         f"{eagerness}: true ends after p50 {p50:.0f}, p75 {p75:.0f}, p90 {p90:.0f}, mean "
         f"{ends.mean():.0f} ms; pauses cut {cut.mean():.1%} (made {cut[is_made].mean():.1%}, "
-        f"spliced {cut[~is_made].mean():.1%}), an answer heard in {heard.mean():.1%}"
+        f"spliced {cut[~is_made].mean():.1%}), an answer heard in {heard.mean():.1%} (made "
+        f"{heard[is_made].mean():.1%}), a word of it in {lasting.mean():.1%}"
     )
     return float(ends.mean()), float(cut.mean())
 

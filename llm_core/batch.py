@@ -21,6 +21,8 @@ import torch
 
 from kernels.gpu.sampling_inputs import SamplingInputs
 
+MAXIMUM_LEN = 64  # logits of which the largest is noted, see ``ForwardResult``
+
 
 def tree_depths(parents: Sequence[int]) -> list[int]:
     """How far each row lies behind the first place of its segment: 0 where the parent is -1."""
@@ -112,7 +114,7 @@ class ForwardResult:
 
     Where tokens were chosen, ``tokens`` int64 [R] are these, -1 where the logits were unusable, and
     ``logits`` are only those of ``choices.keeps``.
-    ``maxima`` float32 [R, vocab_size / ``sampler.MAXIMUM_LEN``, rounded up], where a model notes
+    ``maxima`` float32 [R, vocab_size / ``MAXIMUM_LEN``, rounded up], where a model notes
     them: the largest of each MAXIMUM_LEN logits, NaN where one of these is NaN.
     """
 
