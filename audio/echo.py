@@ -24,8 +24,8 @@ FRAME = SPEECH_RATE // 100
 # Of what was played in the last 0.3 s, so many frames of 10 ms must be above -50 dB for the
 # microphone to have had something to hear.
 _HEARABLE_FRAMES, _LOUD_FRAMES, _LOUD = 30, 5, 1e-5
-# Windows in which it had and nothing was heard: so many (0.64 s, later than an echo comes), and it
-# does not hear us, which then counts like the most. One in which a voice was heard that is gone once
+# Windows in which it had and nothing was heard: so many (0.64 s, later than echoes come), and it
+# does not hear us, which then counts like the most. One where a voice was heard that is gone once
 # ours is taken away weighs as much as several of them.
 _DEAF, _MOST_DEAF, _ECHO_WEIGHT = 20, 60, 4
 # An echo comes at most so much later than the clock says that it was played: network, the player's
