@@ -40,7 +40,8 @@ class NoiseReducer:
         self._rest = pending[end:].copy()
         if not end:
             return silence(0)
-        reduced: Samples = self._suppressor.process(np.ascontiguousarray(pending[:end]))
+        frames = np.ascontiguousarray(pending[:end])
+        reduced: Samples = np.asarray(self._suppressor.process(frames), dtype=np.float32)
         num_cut = min(self._num_to_cut, reduced.size)
         self._num_to_cut -= num_cut
         return reduced[num_cut:]
