@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+MAXIMUM_LEN = 64  # logits of which the largest is noted
+
 
 def tree_depths(parents: Sequence[int]) -> list[int]:
     """How far each row lies behind the first place of its segment: 0 where the parent is -1."""
@@ -83,7 +85,7 @@ class ForwardResult:
     """One step's output: ``logits`` float32 [R, vocab_size] of the batch's ``logit_rows``, and
     ``features`` float32 [T, K * hidden_size], the K feature layers side by side, if wanted.
 
-    ``maxima`` float32 [R, vocab_size / ``sampler.MAXIMUM_LEN``, rounded up], where a model notes
+    ``maxima`` float32 [R, vocab_size / MAXIMUM_LEN, rounded up], where a model notes
     them: the largest of each MAXIMUM_LEN logits, NaN where one of these is NaN.
     """
 

@@ -14,14 +14,13 @@ import torch
 
 from kernels.native import Library, PackedMatrix
 from kernels.native import library as native
-from llm_core.batch import ForwardBatch, ForwardResult, Segment
+from llm_core.batch import MAXIMUM_LEN, ForwardBatch, ForwardResult, Segment
 from llm_core.config import ModelConfig
 from llm_core.kv_cache import KvCache
 from llm_core.quant.formats import Weight, to_float
 from llm_core.quant.grouped import to_grouped
 from llm_core.quant.native_pack import pack_gated, pack_stacked
 from llm_core.rope import rope_tables
-from llm_core.sampler import MAXIMUM_LEN
 
 _MAX_GROUP_SIZE = 48  # query heads of one key/value head: MAX_QUERIES of attention.c
 _CACHE_TYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.int8: native.INT8}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llm_core.batch import MAXIMUM_LEN
 from llm_core.errors import LlmError
 from llm_core.messages import SamplingParams
 
@@ -26,7 +27,6 @@ FloatRow = npt.NDArray[np.float32]
 BoolRow = npt.NDArray[np.bool_]
 IdRow = npt.NDArray[np.int64]
 
-MAXIMUM_LEN = 64  # logits of which the largest is noted, see ``batch.ForwardResult``
 _GREEDY_BELOW = 1e-5  # smaller temperatures leave nothing to chance in float32
 # Distances from the best scaled logit (natural log) within which the nucleus is looked for.
 _NUCLEUS_DEPTHS = (4.0, 16.0)

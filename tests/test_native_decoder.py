@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from kernels.native import Library
-from llm_core.batch import ForwardBatch, Segment
+from llm_core.batch import MAXIMUM_LEN, ForwardBatch, Segment
 from llm_core.messages import KvDtype
 from llm_core.native_decoder import NativeDecoder, unsupported_reason
 from llm_core.quant.formats import Weight
-from llm_core.sampler import MAXIMUM_LEN
 from tests.native_library import FORMS, native_library
 from tests.native_pair import NUM_BLOCKS, Pair, round_activations
 from tests.random_llama import FAMILIES, random_tokens, random_weights, tiny_config

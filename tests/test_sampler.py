@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llm_core.batch import MAXIMUM_LEN
 from llm_core.errors import InvalidRequestError, LlmError
 from llm_core.messages import JsonGuide, SamplingParams
 from llm_core.params_check import validate_params
 from llm_core.sampler import (
-    MAXIMUM_LEN,
     FloatRow,
     SamplerState,
     candidates,
