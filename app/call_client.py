@@ -138,6 +138,7 @@ class CallClient:
         self._to_line = StreamResampler(RATE, peer.format.rate)
         self._from_line = StreamResampler(peer.format.rate, RATE)
         self._ends_ns = 0  # of what the provider has to play
+        self._cleared_at: list[int] = []  # where the server made it fall silent
         self._marks: deque[tuple[int, Mark]] = deque()  # with when they are due
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
@@ -195,6 +196,7 @@ class CallClient:
         """
         recording = Recording(audio.pcm)
         log = self._log = TalkLog(recording, expects_traces=True)
+        self._cleared_at = []
         # The recording begins where the first frame of it does.
         self._start_ns = self._clock.now_ns()
         if self._num_sent:
@@ -215,7 +217,7 @@ class CallClient:
         if not turns:
             raise TalkError(f"the server hung up without an answer ({self._link.farewell})")
         gaps = [log.gap_ms(turn, audio.voiced.last_before) for turn in turns]
-        return TalkResult(audio, turns, recording, log.errors, gaps, log.silenced_at)
+        return TalkResult(audio, turns, recording, log.errors, gaps, self._cleared_at)
 
     async def hang_up(self) -> None:
         """The caller hangs up. Safe to call twice."""
@@ -312,6 +314,7 @@ class CallClient:
                 self._marks = deque((0, mark) for _, mark in self._marks)
                 if self._log is not None:
                     self._log.recording.stop_playing(self._now())
+                    self._cleared_at.append(self._now())
             case Goodbye():
                 return True
         return False

@@ -140,12 +140,19 @@ def bench_voice(
     record: Annotated[
         Path | None, typer.Option(help="Folder for recordings of both sides.")
     ] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="They call by phone: twilio, telnyx, plivo, exotel, vonage.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     home: HomeOption = None,
 ) -> None:
     """Callers speak over real sockets at speaking pace; both sides are recorded and measured."""
     from app.bench import voice
 
+    if provider is not None and provider not in voice.PROVIDERS:
+        raise typer.BadParameter(
+            f"{provider!r}: one of {', '.join(voice.PROVIDERS)}", param_hint="--provider"
+        )
     notes = Console(stderr=True, highlight=False)
     figures = voice.run(
         callers=callers,
@@ -154,6 +161,7 @@ def bench_voice(
         api_key=api_key,
         home=home,
         record=record,
+        provider=provider,
         on_note=lambda note: notes.print(note, style="dim", markup=False),
     )
     if as_json:

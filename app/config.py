@@ -148,6 +148,17 @@ class Settings(BaseSettings):
     llm_tensor_parallel: int = Field(
         default=1, ge=1, le=16, description="GPUs of this machine that share the model"
     )
+    llm_overlap_steps: bool = Field(
+        default=True, description="on a GPU: plan and launch the next step while one runs"
+    )
+    llm_overlap_rows: int = Field(
+        default=512,
+        ge=0,
+        description="several GPUs: steps of so many rows overlap sums with computing; 0: none do",
+    )
+    llm_torch_compile: bool = Field(
+        default=False, description="on a GPU: compile what a step leaves to torch"
+    )
     llm_kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"], BeforeValidator(_lower)
     ] = Field(

@@ -22,6 +22,7 @@ import numpy as np
 from audio.asr_decode import FRAMES_PER_S, MAX_FRAMES, WhisperDecoder, compression_ratio
 from audio.asr_guard import (
     Decoding,
+    EndMarks,
     Fault,
     Voice,
     better,
@@ -53,8 +54,9 @@ class Transcript:
 
     ``avg_logprob`` is the mean per token (natural log), ``encoder_frames`` (10 ms each) the context
     that was encoded in all runs together, ``num_fallbacks`` the number of runs beyond the first of
-    each piece, ``took_ms`` the wall time of the call. Without voice the model is not asked:
-    ``encoder_frames`` 0, ``no_speech_prob`` 1.
+    each piece, ``took_ms`` the wall time of the call, ``end_marks`` what the model expects behind
+    the last word (None: not known). Without voice the model is not asked: ``encoder_frames`` 0,
+    ``no_speech_prob`` 1.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Transcript:
     encoder_frames: int
     num_fallbacks: int
     took_ms: float
+    end_marks: EndMarks | None = None
 
 
 @dataclass(slots=True)
@@ -141,6 +144,7 @@ class Recognizer:
             encoder_frames=job.encoder_frames,
             num_fallbacks=job.num_runs - job.num_pieces,
             took_ms=(time.monotonic_ns() - started_ns) / 1e6,
+            end_marks=joined.end_marks,
         )
 
     def _recognise(self, piece: Piece, job: _Job) -> Decoding | None:
@@ -236,6 +240,7 @@ def _join(parts: Sequence[Decoding]) -> Decoding:
         compression_ratio=compression_ratio(text),
         encoder_frames=sum(part.encoder_frames for part in parts),
         was_capped=any(part.was_capped for part in parts),
+        end_marks=parts[-1].end_marks if parts else None,
     )
 
 

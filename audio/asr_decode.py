@@ -20,7 +20,7 @@ import numpy as np
 from faster_whisper import WhisperModel
 from faster_whisper.tokenizer import Tokenizer
 
-from audio.asr_guard import Decoding
+from audio.asr_guard import Decoding, EndMarks
 from audio.errors import AudioError, ModelError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 
@@ -31,6 +31,8 @@ _REQUIRED_FILES = ("model.bin", "config.json", "tokenizer.json")
 _MAX_TOKENS_PER_S = 10
 _SPARE_TOKENS = 16
 _TEMPERATURES = [0.0, 0.4, 0.8]
+_MARKS = (".", "?", "!", ",", "...")
+_LEAST_PROBABILITY = 1e-9
 
 
 class WhisperDecoder:
@@ -112,6 +114,7 @@ class WhisperDecoder:
                 max_length=len(head) + max_tokens,
                 return_scores=True,
                 return_no_speech_prob=True,
+                return_logits_vocab=True,
                 suppress_blank=True,
                 suppress_tokens=suppressed,
             )[0]
@@ -128,6 +131,7 @@ class WhisperDecoder:
             compression_ratio=compression_ratio(text),
             encoder_frames=num_frames,
             was_capped=len(tokens) >= max_tokens,
+            end_marks=_end_marks(tokenizer, tokens, result.logits[0]),
         )
         return decoding, language
 
@@ -192,6 +196,23 @@ def _prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
         return start
     earlier = tokenizer.encode(" " + prompt.strip())[-223:]  # half of the text context, less one
     return [tokenizer.sot_prev, *earlier, *start]
+
+
+def _end_marks(tokenizer: Tokenizer, tokens: list[int], logits: list[Any]) -> EndMarks | None:
+    """From the step behind the last word of ``tokens``; ``logits`` float32 [vocab_size] a step.
+
+    None without a word, or when the decoder was stopped before that step.
+    """
+    at = len(tokens)
+    while at and not any(char.isalnum() for char in tokenizer.decode([tokens[at - 1]])):
+        at -= 1
+    if not 0 < at < len(logits):
+        return None
+    values = np.array(logits[at], dtype=np.float64)
+    powers = np.exp(values - values.max())
+    ids = [*(tokenizer.encode(mark)[0] for mark in _MARKS), tokenizer.eot]
+    chances = np.maximum(powers[ids] / powers.sum(), _LEAST_PROBABILITY)
+    return EndMarks(*np.log(chances).tolist())
 
 
 def _check_wanted(is_wanted: Callable[[], bool]) -> None:

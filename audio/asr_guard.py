@@ -81,8 +81,24 @@ class Voice:
 
 
 @dataclass(frozen=True, slots=True)
+class EndMarks:
+    """What the recogniser expects behind the last word, having heard how it sounds: natural
+    log-probabilities of each mark, and of nothing more."""
+
+    period: float
+    question: float
+    exclamation: float
+    comma: float
+    ellipsis: float
+    nothing: float
+
+
+@dataclass(frozen=True, slots=True)
 class Decoding:
-    """One run of the recogniser. ``was_capped``: it was still talking at the token limit."""
+    """One run of the recogniser. ``was_capped``: it was still talking at the token limit.
+
+    ``end_marks``: None where they are not known.
+    """
 
     text: str
     num_tokens: int
@@ -91,6 +107,7 @@ class Decoding:
     compression_ratio: float
     encoder_frames: int
     was_capped: bool
+    end_marks: EndMarks | None = None
 
 
 class Fault(Enum):

@@ -1,12 +1,13 @@
-"""Is the voice in the microphone our own, coming back from the caller's loudspeaker?
+"""Our own voice, taken out of what the caller's microphone hears (WebRTC's AEC3).
 
-For callers without echo cancellation (speakerphones). What was played is known; an echo of it is
-the same sound, later and through a room, so its rise and fall in each band of frequencies follows
-that of what was played, while another voice does not. No signal is subtracted: the question is only
-whether a voice may count as the caller's.
+For callers without echo cancellation (speakerphones). What was played is known; an adaptive filter
+learns how it comes back, however late and through whatever room, and takes it away, so that who
+speaks over it is still heard. Works on whole frames of 10 ms; positions are samples of the caller's
+input at 16 kHz.
 
-    played    ---|##  ###  #|---------        per band, on a grid of 16 ms
-    heard     --------|##  ###  #|----        the same, some delay later: an echo
+    played    ---|##  ###  #|---------
+    heard     --------|##o ###oo#|ooo-    o: the caller
+    cleaned   -----------|o  ooo |ooo-
 """
 
 from __future__ import annotations
@@ -14,137 +15,106 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
+from pywebrtc_audio import EchoCanceller as Aec3
 
-from audio.frame import SPEECH_RATE, Samples
+from audio.frame import SPEECH_RATE, Samples, silence
+from audio.resample import StreamResampler
 
-Bands = NDArray[np.float32]
-
-_HOP = 256
-_WINDOW = 512
-_EDGES_HZ = (200, 350, 500, 700, 950, 1_250, 1_600, 2_000, 2_500, 3_100, 3_700)
-_NUM_BANDS = len(_EDGES_HZ) - 1
-_FLOOR = 1e-9
-# Below this share of a band's mean power lies noise, or silence; it must not weigh.
-_RELATIVE_FLOOR = 0.03
-# Compared: the last 0.4 s of what was heard. An echo comes at most so much later than the clock
-# says that it was played: network, the player's buffer, the room.
-_COMPARED_HOPS = 26
-_MAX_DELAY_HOPS = 45
-_EARLIEST_HOPS = 3
-# Correlation with another real voice: 0.3, at the 90th percentile 0.45; with an echo: 0.75, at the
-# 10th 0.48. Smoothed over a few windows the two are apart.
-_SIMILAR = 0.5
-_SMOOTHING = 0.35
-# A caller whose microphone has heard us for so many windows will hear us again: less is asked then,
-# and the first moments of an answer, which cannot be compared yet, are not taken for a voice.
-_KNOWN_WINDOWS = 6
-_SIMILAR_KNOWN = 0.4
-_MIN_LOUD_HOPS = 4
-_LOUD = 1e-4
+FRAME = SPEECH_RATE // 100
+# Of what was played in the last 0.3 s, so many frames of 10 ms must be above -50 dB for the
+# microphone to have had something to hear.
+_HEARABLE_FRAMES, _LOUD_FRAMES, _LOUD = 30, 5, 1e-5
+# Windows in which it had and nothing was heard: so many (0.64 s, later than echoes come), and it
+# does not hear us, which then counts like the most. One where a voice was heard that is gone once
+# ours is taken away weighs as much as several of them.
+_DEAF, _MOST_DEAF, _ECHO_WEIGHT = 20, 60, 4
+# An echo comes at most so much later than the clock says that it was played: network, the player's
+# buffer, the room.
+_TAIL_SAMPLES = SPEECH_RATE
 
 
-class EchoGuard:
-    """What was played and what is heard, of one caller. Positions are samples at 16 kHz."""
+class EchoCanceller:
+    """One caller's."""
 
     def __init__(self) -> None:
-        self._played: dict[int, Bands] = {}  # by hop
-        self._heard: deque[tuple[int, Bands]] = deque(maxlen=_COMPARED_HOPS)
-        self._last = np.zeros(_HOP, np.float32)
-        self._smooth = 0.0
-        self._num_echoes = 0
+        self._aec: Aec3 | None = None  # most calls end before it is needed, or have their own
+        self._played: deque[tuple[int, Samples]] = deque()  # where it sounds, in order
+        self._resampler = StreamResampler(SPEECH_RATE, SPEECH_RATE)
+        self._ends = 0  # of what was played, in its own samples' count
+        self._sounds_until = 0
+        self._loud: deque[bool] = deque(maxlen=_HEARABLE_FRAMES)
+        self._num_deaf = 0
 
     def play(self, samples: Samples, rate: int, position: int) -> None:
-        """Note that float32 [n] at ``rate`` sounds at the caller's from ``position`` on."""
-        hop, window = rate * _HOP // SPEECH_RATE, rate * _WINDOW // SPEECH_RATE
-        first = position // _HOP
-        padded = np.concatenate((np.zeros(hop, np.float32), samples))
-        for index in range(samples.size // hop):
-            piece = padded[index * hop : index * hop + window]
-            self._played[first + index] = _bands(piece, rate)
+        """Note that float32 [n] at ``rate`` sounds at the caller's from ``position`` on.
+
+        What follows closely on what was noted before is taken to join it without a gap.
+        """
+        if rate != self._resampler.in_rate:
+            self._resampler = StreamResampler(rate, SPEECH_RATE)
+        if abs(position - self._ends) > FRAME:  # after a pause
+            self._resampler.reset()
+            self._ends = position
+        at = self._ends
+        piece = self._resampler.process(samples)
+        if piece.size:
+            self._played.append((at, piece))
+            self._ends = at + piece.size
+            self._sounds_until = self._ends + _TAIL_SAMPLES
 
     def stop(self, position: int) -> None:
-        """Nothing sounds from ``position`` on."""
-        for hop in [hop for hop in self._played if hop * _HOP >= position - _HOP]:
-            del self._played[hop]
+        """Nothing is played from ``position`` on."""
+        while self._played and self._played[-1][0] >= position:
+            self._played.pop()
+        if self._played:
+            start, piece = self._played.pop()
+            self._played.append((start, piece[: position - start]))
+        if self._ends > position:
+            self._ends = position
+            self._sounds_until = position + _TAIL_SAMPLES
 
-    @property
-    def is_sounding(self) -> bool:
-        """Something was played lately, or will be."""
-        return bool(self._played)
+    def is_sounding(self, position: int) -> bool:
+        """Something that was played may be heard at ``position``, or will be."""
+        return position < self._sounds_until
 
-    def hear(self, window: Samples, position: int) -> None:
-        """Take float32 [512] heard from ``position`` on, in order. Windows may be left out."""
-        hop = position // _HOP
-        if self._heard and self._heard[-1][0] != hop - 1:
-            # Nobody listened for a while: what was heard before has no place beside this.
-            self._heard.clear()
-            self._last = np.zeros(_HOP, np.float32)
-        for offset in (0, 1):
-            half = window[offset * _HOP : (offset + 1) * _HOP]
-            self._heard.append((hop + offset, _bands(np.concatenate((self._last, half)))))
-            self._last = half
-        oldest = hop - _COMPARED_HOPS - _MAX_DELAY_HOPS
-        for old in [played for played in self._played if played < oldest]:
-            del self._played[old]
+    def clean(self, heard: Samples, position: int) -> Samples:
+        """``heard`` float32 [n], whole frames from ``position`` on, without our own voice."""
+        if not heard.size:
+            return heard
+        if self._aec is None:
+            self._aec = Aec3(sample_rate=SPEECH_RATE)
+        played = self._take(position, heard.size)
+        self._loud.extend(np.mean(np.square(played.reshape(-1, FRAME)), axis=1) > _LOUD)
+        cleaned: Samples = self._aec.process(heard, played)
+        return cleaned
 
-    def is_echo(self) -> bool:
-        """Whether what was heard last is what was played."""
-        if not self.is_sounding or not self._heard:
-            self._smooth = 0.0
-            return False
-        similarity = self.similarity()
-        is_known = self._num_echoes >= _KNOWN_WINDOWS
-        if similarity is None:
-            return is_known
-        if self._smooth == 0.0:
-            self._smooth = similarity
-        self._smooth += _SMOOTHING * (similarity - self._smooth)
-        found = self._smooth >= (_SIMILAR_KNOWN if is_known else _SIMILAR)
-        self._num_echoes += found
-        return found
+    def judge(self, heard: float, cleaned: float, is_voice_from: float) -> float:
+        """The probability of the caller's voice in a window: as heard, and without our own voice.
 
-    def similarity(self) -> float | None:
-        """Highest correlation of what is heard with what was played, over all delays; in [-1, 1].
-
-        None when too little was played that could be compared.
+        Cancelling costs some of the caller's voice as well, most of all where there is no echo that
+        could be learned from (headsets, clients that cancel it themselves). So a microphone that
+        has not heard us for a while is believed.
         """
-        heard = np.stack([bands for _, bands in self._heard])
-        hops = [hop for hop, _ in self._heard]
-        quiet = np.zeros(_NUM_BANDS, np.float32)
-        start, length = hops[0] - _MAX_DELAY_HOPS, hops[-1] - hops[0] + 1
-        span = _MAX_DELAY_HOPS + length + _EARLIEST_HOPS
-        played = np.stack([self._played.get(start + i, quiet) for i in range(span)])
-        best: float | None = None
-        logs_heard = _centred(heard)
-        norm_heard = float(np.linalg.norm(logs_heard))
-        for at in range(span - length + 1):
-            reference = played[at : at + length]
-            if (reference.max(axis=1) > _LOUD).sum() < _MIN_LOUD_HOPS:
-                continue
-            logs = _centred(reference)
-            norm = float(np.linalg.norm(logs)) * norm_heard
-            if norm > 0:
-                found = float((logs * logs_heard).sum()) / norm
-                best = found if best is None else max(best, found)
-        return best
+        if heard < is_voice_from:
+            if sum(self._loud) >= _LOUD_FRAMES:
+                self._num_deaf += 1
+            if self._num_deaf >= _DEAF:
+                self._num_deaf = _MOST_DEAF
+            return heard
+        is_deaf = self._num_deaf >= _DEAF
+        if cleaned < is_voice_from:
+            self._num_deaf = max(0, self._num_deaf - _ECHO_WEIGHT)
+        return heard if is_deaf else cleaned
 
-
-def _centred(bands: Bands) -> Bands:
-    """The changing shape of the spectrum [t, bands], in logarithms.
-
-    Without the mean of each band, since rooms colour sounds, and without the loudness of each hop,
-    since all voices come in syllables.
-    """
-    logs = np.log(bands + bands.mean(axis=0) * _RELATIVE_FLOOR + _FLOOR)
-    logs = logs - logs.mean(axis=0)
-    centred: Bands = logs - logs.mean(axis=1, keepdims=True)
-    return centred
-
-
-def _bands(samples: Samples, rate: int = SPEECH_RATE) -> Bands:
-    """Power in each band, of a windowed piece; the same whatever the rate."""
-    spectrum = np.abs(np.fft.rfft(samples * np.hanning(samples.size))) ** 2 / samples.size**2
-    edges = [edge * samples.size // rate for edge in _EDGES_HZ]
-    powers = np.add.reduceat(spectrum[: edges[-1]], edges[:-1])
-    return powers.astype(np.float32)
+    def _take(self, start: int, num: int) -> Samples:
+        """What was played in [start, start + num); older things are forgotten."""
+        out = silence(num)
+        while self._played and self._played[0][0] + self._played[0][1].size <= start:
+            self._played.popleft()
+        for at, piece in self._played:
+            if at >= start + num:
+                break
+            first, last = max(at, start), min(at + piece.size, start + num)
+            if first < last:
+                out[first - start : last - start] = piece[first - at : last - at]
+        return out

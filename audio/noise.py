@@ -35,12 +35,13 @@ class NoiseReducer:
 
     def process(self, samples: Samples) -> Samples:
         """Float32 [n] at 16 kHz -> [m]: what is whole by now. Takes about 4 us per 10 ms."""
-        pending = np.concatenate((self._rest, samples))
+        pending: Samples = np.concatenate((self._rest, samples))
         end = pending.size // _FRAME * _FRAME
         self._rest = pending[end:].copy()
         if not end:
             return silence(0)
-        reduced: Samples = self._suppressor.process(np.ascontiguousarray(pending[:end]))
+        frames = np.ascontiguousarray(pending[:end])
+        reduced: Samples = np.asarray(self._suppressor.process(frames), dtype=np.float32)
         num_cut = min(self._num_to_cut, reduced.size)
         self._num_to_cut -= num_cut
         return reduced[num_cut:]

@@ -90,7 +90,7 @@ class StreamResampler:
 
     def _window_at(self, output: int) -> int:
         """The first input sample that an output depends on."""
-        return output * self._down // self._up - self._half + 1
+        return int(output * self._down // self._up - self._half + 1)
 
     def _outputs(self, kept: Samples, start: int, end: int) -> Samples:
         windows = np.lib.stride_tricks.sliding_window_view(kept, self._taps.shape[1])

@@ -4,6 +4,10 @@ People leave 200 ms between turns and up to a second inside a sentence, so no fi
 both. What was said tells them apart most of the time: after a whole sentence little silence is
 needed; after "to", "and", a filler or in the middle of a number, much more. Pure judgement on text
 (English) and on what the voice did last; nobody waits here.
+
+All signs become one probability by logistic regression. The best of them costs nothing: what the
+recogniser expects behind the last word. It has heard the melody and knows the words, and tells a
+full stop from a comma and from the middle of a phrase.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from audio.asr_guard import EndMarks
 from audio.prosody import Prosody
 from audio.turn_end_words import (
     ALPHABET_WORDS,
@@ -60,13 +65,15 @@ class Evidence:
     ``text``: transcript of the turn so far. ``prosody``: how the voice ended. ``end_logprob``: the
     language model's natural log-probability that the text ends here (of a full stop, a question or
     exclamation mark, or the end of the message, after the text without its own last mark).
-    ``model_probability``: a turn model's probability that the turn is over.
+    ``model_probability``: a turn model's probability that the turn is over. ``end_marks``: what the
+    recogniser expects behind the last word.
     """
 
     text: str
     prosody: Prosody | None = None
     end_logprob: float | None = None
     model_probability: float | None = None
+    end_marks: EndMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +97,59 @@ class Waits:
 
 # Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
 WAITS: dict[Eagerness, Waits] = {
-    "high": Waits(160, 700, 0.6, 0.15, 800, 900, 480, 1_000),
-    "medium": Waits(200, 1_050, 0.65, 0.3, 1_100, 1_200, 640, 1_500),
-    "low": Waits(480, 2_000, 0.8, 0.4, 2_500, 2_500, 1_000, 4_000),
+    "high": Waits(200, 700, 0.6, 0.4, 800, 900, 480, 1_000),
+    "medium": Waits(300, 750, 0.75, 0.73, 1_100, 1_200, 640, 1_500),
+    "low": Waits(480, 2_000, 0.75, 0.6, 2_500, 2_500, 1_000, 4_000),
 }
 WAITS["auto"] = WAITS["medium"]
 
 # A turn model that is asked has seen much more speech than the weights below.
-_MODEL_SHARE = 0.7
+_MODEL_SHARE = 0.8
 _MIN_LOGPROB = -6.0
+_LEAST = 1e-3
 # Words and melody alone are wrong too often to be believed as easily.
 _SURE_WITHOUT_MODEL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Of a logistic regression, fitted by bench/turn_end_curve.py."""
+    """Of a logistic regression with both classes of equal weight: see bench/turn_end_curve.py."""
 
     bias: float
-    question: float
-    sentence: float
-    end_logprob: float
+    words: tuple[float, float, float, float]
     prosody: tuple[float, ...]
+    end_logprob: float = 0.0
+    marks: tuple[float, ...] = (0.0,) * 5
 
 
-_WITH_LLM = _Weights(
-    1.186, 1.013, 0.628, 0.572, (-0.042, -0.003, -0.003, 0.386, 0.703, 1.411, -2.229)
-)
-_WITHOUT_LLM = _Weights(
-    -0.257, 1.168, 1.041, 0.0, (-0.042, -0.012, 0.004, 0.686, 0.643, 1.292, -2.471)
-)
+# By what is known beside words and melody: the model's answer, the recogniser's marks.
+_WEIGHTS = {
+    (True, True): _Weights(
+        -2.67,
+        (0.02, 0.441, -0.109, 0.854),
+        (-0.052, 0.018, 0.013, 0.167, 0.881, 1.391, -1.798),
+        0.364,
+        (0.338, -0.038, -0.336, -0.665, 0.236),
+    ),
+    (True, False): _Weights(
+        1.287,
+        (0.819, 0.604, 0.31, -0.384),
+        (-0.06, 0.018, 0.008, 0.051, 0.896, 1.625, -2.209),
+        0.539,
+    ),
+    (False, True): _Weights(
+        -4.232,
+        (-0.187, 0.488, -0.116, 0.568),
+        (-0.05, 0.015, 0.012, 0.398, 0.879, 1.597, -1.86),
+        0.0,
+        (0.503, -0.06, -0.378, -0.755, 0.275),
+    ),
+    (False, False): _Weights(
+        -0.527,
+        (1.026, 1.091, 0.31, -1.1),
+        (-0.062, 0.011, 0.006, 0.455, 0.933, 1.926, -2.432),
+    ),
+}
 # What a voice of unknown end counts as: the mean over the recordings.
 _USUAL_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
 
@@ -131,40 +161,73 @@ def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
     if completeness is Completeness.NOTHING:
         return waits.nothing
     sure_score = waits.sure_score
-    if evidence.end_logprob is None and evidence.model_probability is None:
+    signs = (evidence.end_logprob, evidence.model_probability, evidence.end_marks)
+    if all(sign is None for sign in signs):
         sure_score = max(sure_score, _SURE_WITHOUT_MODEL)
-    share = (score(evidence) - waits.unsure_score) / (sure_score - waits.unsure_score)
-    wait_ms = round(waits.unsure + min(max(share, 0.0), 1.0) * (waits.sure - waits.unsure))
+    return wait_ms(score(evidence), completeness, waits, sure_score)
+
+
+def wait_ms(probability: float, completeness: Completeness, waits: Waits, sure_score: float) -> int:
+    """The silence that ends a turn of which ``probability`` says that it is over."""
+    share = (probability - waits.unsure_score) / (sure_score - waits.unsure_score)
+    wait = round(waits.unsure + min(max(share, 0.0), 1.0) * (waits.sure - waits.unsure))
     if completeness is Completeness.TRAILING:
-        return max(wait_ms, waits.trailing)
+        return max(wait, waits.trailing)
     if completeness is Completeness.COUNTING:
-        return max(wait_ms, waits.counting)
-    return wait_ms
+        return max(wait, waits.counting)
+    return wait
 
 
 def score(evidence: Evidence) -> float:
     """How much speaks for the end of the turn, in (0, 1): the fitted probability."""
-    completeness = judge(evidence.text)
-    weights = _WITHOUT_LLM if evidence.end_logprob is None else _WITH_LLM
-    prosody = evidence.prosody or _USUAL_PROSODY
-    values = (
-        *prosody.levels_db,
-        prosody.pitch_drop,
-        prosody.pitch_slope,
-        prosody.last_run_s,
-        prosody.pitched_share,
-    )
-    total = weights.bias + sum(w * v for w, v in zip(weights.prosody, values, strict=True))
-    if completeness is Completeness.QUESTION:
-        total += weights.question
-    elif completeness is Completeness.SENTENCE:
-        total += weights.sentence
-    if evidence.end_logprob is not None:
-        total += weights.end_logprob * max(evidence.end_logprob, _MIN_LOGPROB)
+    marks, end_logprob = evidence.end_marks, evidence.end_logprob
+    weights = _WEIGHTS[end_logprob is not None, marks is not None]
+    total = weights.bias
+    total += _dot(weights.words, words_signs(evidence.text))
+    total += _dot(weights.prosody, prosody_signs(evidence.prosody or _USUAL_PROSODY))
+    if end_logprob is not None:
+        total += weights.end_logprob * logprob_sign(end_logprob)
+    if marks is not None:
+        total += _dot(weights.marks, mark_signs(marks))
     probability = 1.0 / (1.0 + math.exp(-total))
     if evidence.model_probability is not None:
         return _MODEL_SHARE * evidence.model_probability + (1 - _MODEL_SHARE) * probability
     return probability
+
+
+def words_signs(text: str) -> tuple[float, float, float, float]:
+    """What the words amount to, as the regression sees it; so do the three below."""
+    kind = judge(text)
+    return (
+        float(kind is Completeness.QUESTION),
+        float(kind is Completeness.SENTENCE),
+        float(kind is Completeness.COUNTING),
+        float(kind is Completeness.TRAILING),
+    )
+
+
+def prosody_signs(prosody: Prosody) -> tuple[float, ...]:
+    """How the voice ended."""
+    melody = (prosody.pitch_drop, prosody.pitch_slope)
+    return (*prosody.levels_db, *melody, prosody.last_run_s, prosody.pitched_share)
+
+
+def logprob_sign(end_logprob: float) -> float:
+    """What the language model says; below e**-6 it does not matter any more how little."""
+    return max(end_logprob, _MIN_LOGPROB)
+
+
+def mark_signs(marks: EndMarks) -> tuple[float, ...]:
+    """What the recogniser expects: the log-odds of a sentence's end, and single log-probabilities,
+    both with a floor of a thousandth."""
+    ends = math.exp(marks.period) + math.exp(marks.question) + math.exp(marks.exclamation)
+    odds = math.log(ends + _LEAST) - math.log(max(0.0, 1.0 - ends) + _LEAST)
+    single = (marks.question, marks.comma, marks.ellipsis, marks.nothing)
+    return (odds, *(math.log(math.exp(value) + _LEAST) for value in single))
+
+
+def _dot(weights: tuple[float, ...], values: tuple[float, ...]) -> float:
+    return sum(w * v for w, v in zip(weights, values, strict=True))
 
 
 def judge(text: str) -> Completeness:

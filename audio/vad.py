@@ -87,6 +87,14 @@ class VadStream:
         self._h = np.zeros((1, 1, STATE_LEN), dtype=np.float32)
         self._c = np.zeros((1, 1, STATE_LEN), dtype=np.float32)
 
+    def copy(self) -> VadStream:
+        """Another stream that has seen the same."""
+        other = VadStream(self._model)
+        other.num_samples_seen = self.num_samples_seen
+        other._rest, other._input = self._rest.copy(), self._input.copy()
+        other._h, other._c = self._h, self._c  # replaced, never changed
+        return other
+
     @property
     def num_samples_judged(self) -> int:
         """Where the next window begins: ``num_samples_seen`` less the samples that wait."""

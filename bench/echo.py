@@ -34,7 +34,7 @@ _ANSWERS = (
     "I would bring an umbrella. It will most likely rain in the afternoon, and the wind is strong.",
 )
 _CALLERS = ("az_weather", "un_dog_or_cat", "sb_calc", "ls_1688-142285-0002")
-_LEVELS_DB, _DELAYS_MS = (-3, -10, -20), (50, 150, 300, 500)
+_LEVELS_DB, _DELAYS_MS = (-3, -10, -20, -90), (50, 150, 300, 500)  # -90: none
 _CALLER_AT_S = 1.8
 _PACKET = SPEECH_RATE // 50
 

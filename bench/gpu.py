@@ -1,28 +1,28 @@
 """Everything that needs a GPU to be known, on one card, in at most eight minutes.
 
-    python bench/gpu.py [--json gpu.json] [--minutes 8] [--only SECTION ...]
+    python bench/gpu.py [--json gpu.json] [--minutes 8] [--only PART ...]
     python bench/gpu.py --smoke     # all of it in Triton's interpreter, tiny: for finding mistakes
 
-Sections, in order of what is lost if time runs out: the card's ceilings; the decoder against the
-CPU's; each kernel against its oracle on fresh random inputs, and its time against its floor; decode
-steps, prompts and verification of a Llama-3-8B-shaped model with random weights. A section that
-fails is reported, and the rest goes on. Needs torch with CUDA, triton, and 40 GB of GPU memory.
+Parts, in order of what is lost if time runs out: the card (its ceilings; the decoder against the
+CPU's); a Llama-3-8B-shaped model with random weights in bf16 and INT4 (decode steps, verification
+of drafts, prompts); each kernel against its oracle on fresh random inputs, and its time against its
+floor; the model in FP8. Each part is a process of its own with a share of the time: one that
+crashes, hangs or loses the device takes nothing with it, and what it had found is kept. Meanwhile
+the other processors compile ahead what the parts will launch. At the end a table compares what was
+found with the goals. Needs torch with CUDA, triton, and 40 GB of GPU memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import platform
-import statistics
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,273 +32,277 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.gpu_kernels import SMOKE_SIZES, Case, Sizes, cases, difference, moved
-from bench.gpu_models import LLAMA_3_8B, SMOKE_MODEL, BenchModel, Form, compare_with_cpu
-from kernels.gpu import load_ops, measuring, unavailable_reason
-from llm_core.cuda_graphs import CudaCapture
+from bench.gpu_parts import Bench, DeviceLostError, Row, card, kernels, model
+from kernels.gpu import load_ops, unavailable_reason
 
-Row = dict[str, Any]
-_FLUSH_BYTES = 256 << 20  # written between two runs, so that nothing is read from a cache
-_NUM_TIMED = 15
-_MODEL_SECONDS = 75  # a model is not begun with less than this left
-_GRACE_S = 8  # for what was begun in time
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds that a part may take at most, and the least with which it is worth beginning.
+_PARTS = {
+    "card": (90.0, 10.0),
+    "bf16": (130.0, 40.0),
+    "int4": (110.0, 40.0),
+    "kernels": (130.0, 25.0),
+    "fp8": (90.0, 40.0),
+}
+_GRACE_S = 6.0  # for what a part has begun in time
+_COMPILE_S = 75.0  # models wait this long for what is compiled ahead
+_MAX_RESTARTS = 6  # of the kernels' part, each behind the case that ended it
+_LOST = 4  # a part's exit status when the device is gone
+_MEMORY_GOAL = 0.8
+_LAUNCH_BOUND_MB = 32.0  # moved in less time than a launch and its tail take
 
 
-@dataclass
-class Bench:
-    """The device, the time that is left, and what was found."""
+def run_part(options: argparse.Namespace) -> int:
+    """In a process of its own: the parts ``options.part``."""
+    torch.manual_seed(int.from_bytes(os.urandom(4)))
+    device = torch.device("cpu")
+    if not options.smoke:
+        device = torch.device("cuda", torch.cuda.current_device())
+    copy_bytes, flops = map(float, options.ceilings.split(","))
+    deadline = time.monotonic() + options.seconds
+    bench = Bench(options.smoke, deadline, options.json, load_ops("triton"), device)
+    bench.copy_bytes_per_s, bench.flops_per_s = copy_bytes, flops
+    bench.skip_cases = options.skip_cases
+    try:
+        with torch.inference_mode():
+            for part in options.part:
+                if part == "card":
+                    card(bench)
+                elif part == "kernels":
+                    kernels(bench)
+                else:
+                    bench.attempt(part, lambda part=part: model(bench, part))  # type: ignore[misc]
+    except DeviceLostError as error:
+        bench.fail("device", f"it is lost: {error}")
+        return _LOST
+    finally:
+        bench.write()
+    return 1 if bench.errors else 0
 
-    is_smoke: bool
-    deadline: float
-    ops: Any = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    found: dict[str, Any] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
-    copy_bytes_per_s: float = 0.0
-    flops_per_s: float = 0.0
+
+class Parts:
+    """Runs parts, each in its process, and keeps what they find."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.found: Row = {}
+        self.errors: list[Row] = []
+        self.program = Path(__file__).resolve()  # tests have others
+        self.limits = dict(_PARTS)
+        self.grace_s = _GRACE_S
+        self._options = options
+        self._folder = folder
+        self._deadline = time.monotonic() + 60 * options.minutes - 2 * _GRACE_S
 
     @property
     def left_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self._deadline - time.monotonic()
 
-    def write(self, path: Path | None) -> None:
-        """What was found so far."""
-        if path is not None:
-            found = {**self.found, "errors": self.errors}
-            path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    def run(self, *names: str) -> None:
+        """Parts of one process. The kernels' goes on behind a case that ends it."""
+        longest, least = (sum(self.limits[name][n] for name in names) for n in range(2))
+        skip_cases = 0
+        for number in range(_MAX_RESTARTS):
+            seconds = min(longest, self.left_s - self.grace_s)
+            if seconds < least and not self._options.smoke:
+                self._fail("+".join(names), f"left out, {self.left_s:.0f} s are left")
+                return
+            status = self._run(names, seconds, number, skip_cases)
+            rows = self.found.get("kernels", [])
+            if names != ("kernels",) or status in (0, 1) or not rows:
+                return
+            last_case = rows[-1]["case"]
+            if last_case < skip_cases:
+                return  # it ended before its first case, and would again
+            skip_cases = last_case + 1
 
-    def end_at_deadline(self, path: Path | None) -> None:
-        """Whatever hangs then (a compilation, a kernel that does not end) ends with the process."""
-
-        def end() -> None:
-            self.errors.append("the time was up before all was measured")
-            self.write(path)
-            print("FAILED the time was up before all was measured", file=sys.stderr, flush=True)
-            os._exit(3)
-
-        timer = threading.Timer(self.left_s + _GRACE_S, end)
-        timer.daemon = True
-        timer.start()
-
-    def section(self, name: str, run: Callable[[], Any], least_s: float = 5.0) -> None:
-        """Runs a part, if there is time for it; its failure is noted and nothing more."""
-        if self.left_s < least_s and not self.is_smoke:
-            self.errors.append(f"{name}: left out, {self.left_s:.0f} s are left")
-            return
+    def _run(self, names: tuple[str, ...], seconds: float, number: int, skip_cases: int) -> int:
+        path = self._folder / f"{'-'.join(names)}-{number}.json"
+        ceilings = self.found.get("ceilings", {})
+        # Without them shares mean nothing, but times do.
+        copy_bytes = ceilings.get("copy_gb_per_s", 1.0) * 1e9
+        flops = ceilings.get("bf16_tflop_per_s", 1.0) * 1e12
+        command = [sys.executable, *_warnings(), str(self.program), "--part", *names]
+        command += ["--json", str(path), "--seconds", f"{seconds:.0f}"]
+        command += ["--ceilings", f"{copy_bytes},{flops}", "--skip-cases", str(skip_cases)]
+        command += ["--smoke"] if self._options.smoke else []
         start = time.monotonic()
+        limit_s = 600.0 if self._options.smoke else seconds + self.grace_s
+        process = subprocess.Popen(command, cwd=ROOT)
         try:
-            self.found[name] = run()
-        except Exception as error:
-            self.errors.append(f"{name}: {type(error).__name__}: {error}")
-            traceback.print_exc()
-        print(f"-- {name}: {time.monotonic() - start:.0f} s, {self.left_s:.0f} s left", flush=True)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = -9
+            self._fail("+".join(names), f"ended after {limit_s:.0f} s: it hung, or was slow")
+        self._take(path)
+        if status not in (0, 1, -9):
+            self._fail("+".join(names), f"its process ended with status {status}")
+        took_s = time.monotonic() - start
+        print(f"-- {'+'.join(names)}: {took_s:.0f} s, {self.left_s:.0f} s left", flush=True)
+        return status
 
-    def time_s(self, run: Callable[[], object], *, flush: bool = True) -> float:
-        """The median time of ``run`` on the device; on the CPU that of one run."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        for _ in range(3):
-            run()
-        cache = torch.empty(_FLUSH_BYTES if flush else 1, dtype=torch.int8, device=self.device)
-        pairs = []
-        for _ in range(_NUM_TIMED):
-            # Writing over the cache also keeps the device busy while ``run`` is being launched.
-            cache.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            pairs.append((start, end))
-        torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
-
-    def wall_s(self, run: Callable[[], object], count: int) -> float:
-        """The median time of ``run`` as the caller sees it; ``run`` waits for its result."""
-        times = []
-        for _ in range(1 if self.is_smoke else count):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def capture(self) -> CudaCapture | None:
-        return CudaCapture() if self.device.type == "cuda" else None
-
-
-def ceilings(bench: Bench) -> Row:
-    """What the card copies and multiplies, measured with torch."""
-    size = 1 << (20 if bench.is_smoke else 30)
-    source = torch.zeros(size, dtype=torch.int8, device=bench.device)
-    target = torch.empty_like(source)
-    bench.copy_bytes_per_s = 2 * size / bench.time_s(lambda: target.copy_(source))
-    n = 64 if bench.is_smoke else 8192
-    a, b = (torch.randn(n, n, device=bench.device).bfloat16() for _ in range(2))
-    bench.flops_per_s = 2 * n**3 / bench.time_s(lambda: a @ b)
-    return {
-        "copy_gb_per_s": bench.copy_bytes_per_s / 1e9,
-        "bf16_tflop_per_s": bench.flops_per_s / 1e12,
-    }
-
-
-def kernels(bench: Bench) -> list[Row]:
-    """Every case; one that fails does not end the others."""
-    oracle = load_ops("oracle")
-    rows: list[Row] = []
-    bench.found["kernels"] = rows  # kept if a later one hangs
-    for make in cases(SMOKE_SIZES if bench.is_smoke else Sizes()):
-        if bench.left_s < 3 * _MODEL_SECONDS and not bench.is_smoke:
-            bench.errors.append("kernels: not all, to leave time for the models")
-            break
-        case = make()
+    def _take(self, path: Path) -> None:
         try:
-            rows.append(_kernel(bench, oracle, case))
-        except Exception as error:
-            bench.errors.append(f"{case.name}: {type(error).__name__}: {error}")
-            rows.append({"kernel": case.name, "ok": False})
-        row = rows[-1]
-        print(
-            f"{row['kernel']:44s} {'ok ' if row['ok'] else 'BAD'}"
-            + " ".join(f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float)),
-            flush=True,
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            self._fail(path.stem, f"it left nothing: {error}")
+            return
+        self.errors += found.pop("errors")
+        rows = self.found.get("kernels", [])
+        self.found.update(found)
+        if "kernels" in found:
+            self.found["kernels"] = rows + found["kernels"]
+        self.write()
+
+    def _fail(self, where: str, text: str) -> None:
+        self.errors.append({"where": where, "error": text, "traceback": ""})
+        print(f"FAILED {where}: {text}", file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """All that is known so far."""
+        if self._options.json is not None:
+            contents = {**self.found, "goals": goals(self.found), "errors": self.errors}
+            self._options.json.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+
+
+def _warnings() -> list[str]:
+    return [f"-W{option}" for option in sys.warnoptions]
+
+
+class Compilers:
+    """Processes that compile ahead; they take nothing but idle processors."""
+
+    def __init__(
+        self, capability: int, multiprocessors: int, count: int, *more: str, wait_s: float
+    ) -> None:
+        self._until = time.monotonic() + wait_s
+        script = Path(__file__).resolve().parent / "gpu_compile.py"
+        command = [sys.executable, str(script), "--capability", str(capability)]
+        command += ["--multiprocessors", str(multiprocessors), *more]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._processes = [
+            subprocess.Popen([*command, "--share", f"{n}/{count}"], cwd=ROOT, env=environment)
+            for n in range(count)
+        ]
+
+    def wait(self) -> list[int | None]:
+        """Until all are done, or their time is over; their statuses."""
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, self._until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                print("-- not all is compiled ahead; going on", flush=True)
+                break
+        return [process.poll() for process in self._processes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def goals(found: Row) -> list[Row]:
+    """What was asked of a card like an H200, and what it gave; None: not measured."""
+
+    def decode(form: str) -> float | None:
+        rows = [row for row in found.get(form, {}).get("decode", ()) if row["batch"] == 1]
+        return (
+            max(rows[0]["share_of_floor"], rows[0]["overlapped_share_of_floor"]) if rows else None
         )
-    wrong = [row["kernel"] for row in rows if not row["ok"]]
-    if wrong:
-        bench.errors.append(f"kernels that do not equal their oracle: {', '.join(wrong)}")
+
+    def verify(form: str) -> float | None:
+        rows = [row for row in found.get(form, {}).get("verify", ()) if row["rows"] == 8]
+        return rows[0]["times_one_row"] if rows else None
+
+    rows = [
+        _goal("bf16, batch 1: share of the memory floor", decode("bf16"), least=0.75),
+        _goal("INT4, batch 1: share of the memory floor", decode("int4"), least=0.65),
+        _goal("bf16: verification of 8 rows, times one", verify("bf16"), most=1.15),
+        _goal("INT4: verification of 8 rows, times one", verify("int4"), most=1.15),
+    ]
+    for row in found.get("kernels", ()):
+        if row.get("bound") != "memory":
+            continue
+        name = f"{row['kernel']}: share of the copy bandwidth"
+        if row["mb"] < _LAUNCH_BOUND_MB:
+            name += " (too small to count)"
+        rows.append(_goal(name, row["share_of_floor"], least=_MEMORY_GOAL))
     return rows
 
 
-def _kernel(bench: Bench, oracle: Any, case: Case) -> Row:
-    expected_inputs, inputs = moved(case.inputs, "cpu"), moved(case.inputs, bench.device)
-    expected = case.run(oracle, expected_inputs) + case.written(expected_inputs)
-    start = time.perf_counter()
-    outputs = case.run(bench.ops, inputs)
-    took_s = time.perf_counter() - start
-    result = outputs + case.written(inputs)
-    error = max(difference(r, e) for r, e in zip(result, expected, strict=True))
-    if not bench.is_smoke:
-        with measuring():
-            case.run(bench.ops, inputs)
-        took_s = bench.time_s(lambda: case.run(bench.ops, inputs))
-    floor_s = case.cost.floor_s(bench.copy_bytes_per_s, bench.flops_per_s)
-    return {
-        "kernel": case.name,
-        "ok": error <= case.limit,
-        "difference": error,
-        "us": took_s * 1e6,
-        "gb_per_s": case.cost.num_bytes / took_s / 1e9,
-        "tflop_per_s": case.cost.num_flops / took_s / 1e12,
-        "share_of_floor": floor_s / took_s,
-    }
+def _goal(
+    name: str, value: float | None, *, least: float | None = None, most: float | None = None
+) -> Row:
+    if value is None:
+        met = None
+    else:
+        met = value >= least if least is not None else most is not None and value <= most
+    wanted = f">= {least}" if least is not None else f"<= {most}"
+    return {"goal": name, "wanted": wanted, "measured": value, "met": met}
 
 
-def model(bench: Bench, form: Form) -> Row:
-    """Decode steps at several batch sizes, prompts, and verification of trees of drafts."""
-    config = SMOKE_MODEL if bench.is_smoke else LLAMA_3_8B
-    context = 10 if bench.is_smoke else 1024
-    batches = (1, 2) if bench.is_smoke else (1, 8, 64)
-    made = BenchModel(
-        *(config, form, bench.ops, bench.device, bench.capture()),
-        num_sequences=batches[-1],
-        sequence_len=context + 64,
-    )
-    with measuring():
-        made.decoder.warm_up(made.cache, batches[-1])
-    result: Row = {"weights": made.decoder.weight_format}
-    bench.found[form] = result
-    result["weight_gb"] = made.decoder.num_weight_bytes / 1e9
-    result["decode"] = [_decode(bench, made, count, context) for count in batches]
-    if bench.is_smoke and form != "bf16":
-        return result  # the rest would be the same code once more
-    result["verify"] = _verification(bench, made, context)
-    prompts = (3,) if bench.is_smoke else (1024, 8192)
-    result["prefill"] = [_prefill(bench, made, length) for length in prompts]
-    print(json.dumps(result, indent=1), flush=True)
-    return result
+def table(rows: list[Row]) -> Iterator[str]:
+    """Lines for people."""
+    yield f"{'goal':72s} {'wanted':>8s} {'measured':>9s}"
+    for row in rows:
+        measured = "-" if row["measured"] is None else f"{row['measured']:.3f}"
+        verdict = {None: "not measured", True: "met", False: "MISSED"}[row["met"]]
+        yield f"{row['goal']:72s} {row['wanted']:>8s} {measured:>9s} {verdict}"
 
 
-def _decode(bench: Bench, made: BenchModel, count: int, context: int) -> Row:
-    batch = made.batch(count, context - 1, 1, tree=False)
-    wall_s = bench.wall_s(lambda: made.decoder.forward(batch, made.cache), 25)
-    step = made.decoder.pack(batch, made.cache)
-    device_s = bench.time_s(lambda: made.decoder.run(step, made.cache), flush=False)
-    num_bytes = made.decoder.num_weight_bytes + made.kv_bytes(count * context)
-    floor_s = num_bytes / bench.copy_bytes_per_s
-    return {
-        "batch": count,
-        "step_ms": wall_s * 1e3,
-        "device_ms": device_s * 1e3,
-        "floor_ms": floor_s * 1e3,
-        "share_of_floor": floor_s / wall_s,
-        "device_share_of_floor": floor_s / device_s,
-        "tokens_per_s": count / wall_s,
-    }
+@contextmanager
+def _folder(path: Path | None) -> Iterator[Path]:
+    """Where parts write: beside the whole's file, so that what a part found is there even if this
+    process is ended before it."""
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="parley-gpu-") as folder:
+            yield Path(folder)
+        return
+    beside = path.with_suffix(".parts")
+    beside.mkdir(parents=True, exist_ok=True)
+    yield beside
 
 
-def _verification(bench: Bench, made: BenchModel, context: int) -> list[Row]:
-    """Trees of 1 to 64 rows at ``context``; what a row costs beside the first."""
-    rows: list[Row] = []
-    for count in (1, 2) if bench.is_smoke else (1, 2, 4, 8, 16, 32, 64):
-        batch = made.batch(1, context, count, tree=True)
-        if not bench.is_smoke:
-            with measuring():
-                made.decoder.forward(batch, made.cache)
-        # At the third time its shape is recorded.
-        wall_s = bench.wall_s(lambda batch=batch: made.decoder.forward(batch, made.cache), 15)  # type: ignore[misc]
-        first_s = rows[0]["step_ms"] / 1e3 if rows else wall_s
-        rows.append({"rows": count, "step_ms": wall_s * 1e3, "times_one_row": wall_s / first_s})
-    return rows
+def run_all(options: argparse.Namespace) -> int:
+    """Starts the parts' processes one after another, and says what came out."""
+    reason = unavailable_reason()
+    if reason is not None:
+        print(f"nothing can be measured: {reason} (--smoke needs none)", file=sys.stderr)
+        return 2
+    with _folder(options.json) as folder:
+        parts = Parts(options, folder)
+        names = [name for name in _PARTS if options.only is None or name in options.only]
+        compilers = _compilers(options, names)
+        try:
+            # Tiny ones share a process: to start it takes as long as they do.
+            groups = [names] if options.smoke else [[name] for name in names]
+            for number, group in enumerate(groups):
+                if number == 1:
+                    compilers.wait()
+                parts.run(*group)
+            parts.found["compiled_ahead"] = compilers.wait()
+        finally:
+            compilers.close()
+    parts.write()
+    print(json.dumps({name: parts.found.get(name) for name in ("machine", "ceilings")}))
+    print("\n".join(table(goals(parts.found))))
+    for error in parts.errors:
+        print(f"FAILED {error['where']}: {error['error'][:300]}", file=sys.stderr)
+    return 1 if parts.errors else 0
 
 
-def _prefill(bench: Bench, made: BenchModel, length: int) -> Row:
-    """Time to the first row of logits of a cold prompt, in one chunk and in chunks of 512."""
-
-    def chunks(size: int) -> None:
-        for start in range(0, length, size):
-            rows = min(size, length - start)
-            made.decoder.forward(made.batch(1, start, rows, tree=False), made.cache)
-
-    if not bench.is_smoke:
-        with measuring():
-            chunks(length)
-            chunks(512)
-    whole_s = bench.wall_s(lambda: chunks(length), 3)
-    flops = made.prefill_flops(length)
-    return {
-        "tokens": length,
-        "ttft_ms": whole_s * 1e3,
-        "ttft_in_chunks_ms": bench.wall_s(lambda: chunks(512), 3) * 1e3,
-        "tflop_per_s": flops / whole_s / 1e12,
-        "share_of_flops": flops / bench.flops_per_s / whole_s,
-    }
-
-
-def decoder(bench: Bench) -> dict[str, float]:
-    """Steps of a small float32 model, eager and replayed, against the CPU's decoder."""
-    found = compare_with_cpu(bench.ops, bench.device, bench.capture(), is_smoke=bench.is_smoke)
-    print(json.dumps(found), flush=True)
-    wrong = {name: error for name, error in found.items() if not error < 1e-3}
-    if wrong:
-        bench.errors.append(f"the decoder does not equal the CPU's: {wrong}")
-    return found
-
-
-def machine(bench: Bench) -> Row:
-    is_cuda = bench.device.type == "cuda"
-    import triton
-
-    return {
-        "device": torch.cuda.get_device_name() if is_cuda else "Triton's interpreter",
-        "capability": list(torch.cuda.get_device_capability()) if is_cuda else None,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
+def _compilers(options: argparse.Namespace, names: list[str]) -> Compilers:
+    if options.smoke:  # a step of one part, which takes long enough
+        return Compilers(90, 132, 1, "--parts", "int4", "--smoke", "--front-end", wait_s=600)
+    major, minor = torch.cuda.get_device_capability()
+    count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    compiled = [name for name in names if name != "card"]
+    num_processes = max(1, min(14, (os.cpu_count() or 2) - 2)) if compiled else 0
+    capability = 10 * major + minor
+    return Compilers(*(capability, count, num_processes, "--parts", *compiled), wait_s=_COMPILE_S)
 
 
 def main() -> int:
@@ -306,35 +310,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most this long")
     parser.add_argument("--smoke", action="store_true", help="tiny, in Triton's interpreter")
-    parser.add_argument("--only", nargs="+", help="of: decoder kernels bf16 fp8 int4")
-    arguments = parser.parse_args()
-    reason = unavailable_reason()
-    if reason is not None:
-        print(f"nothing can be measured: {reason} (--smoke needs none)", file=sys.stderr)
-        return 2
-    bench = Bench(arguments.smoke, time.monotonic() + 60 * arguments.minutes - 2 * _GRACE_S)
-    bench.end_at_deadline(arguments.json)
-    bench.ops = load_ops("triton")
-    if not bench.is_smoke:
-        bench.device = torch.device("cuda", torch.cuda.current_device())
-    forms: tuple[Form, ...] = ("bf16", "int4", "fp8")
-    parts: dict[str, tuple[Callable[[], Any], float]] = {
-        "decoder": (lambda: decoder(bench), 20),
-        "kernels": (lambda: kernels(bench), 60),
-    }
-    for form in forms:
-        parts[form] = (lambda form=form: model(bench, form), _MODEL_SECONDS)  # type: ignore[misc]
-    with torch.inference_mode():
-        bench.section("machine", lambda: machine(bench))
-        bench.section("ceilings", lambda: ceilings(bench))
-        for name, (run, least_s) in parts.items():
-            if arguments.only is None or name in arguments.only:
-                bench.section(name, run, least_s)
-    bench.write(arguments.json)
-    print(json.dumps({name: bench.found.get(name) for name in ("machine", "ceilings")}))
-    for error in bench.errors:
-        print(f"FAILED {error}", file=sys.stderr)
-    return 1 if bench.errors else 0
+    parser.add_argument("--only", nargs="+", choices=list(_PARTS), help="these parts")
+    own = parser.add_argument_group("of the processes that this one starts")
+    own.add_argument("--part", nargs="+", choices=list(_PARTS), help=argparse.SUPPRESS)
+    own.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
+    own.add_argument("--ceilings", default="1e9,1e12", help=argparse.SUPPRESS)
+    own.add_argument("--skip-cases", type=int, default=0, help=argparse.SUPPRESS)
+    options: Any = parser.parse_args()
+    return run_part(options) if options.part else run_all(options)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
 from kernels import select_backend
-from kernels.gpu import GpuOps
-from llm_core.batch import ForwardBatch, Segment
+from kernels.gpu import GpuOps, SamplingInputs
+from llm_core.batch import ForwardBatch, Segment, TokenChoices
 from llm_core.config import ModelConfig
 from llm_core.cuda_cache import GpuKvCache
 from llm_core.cuda_graphs import Capture
@@ -91,11 +91,14 @@ class BenchModel:
         *,
         num_sequences: int,
         sequence_len: int,
+        weights: Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, Weight]] | None = None,
     ) -> None:
+        """``weights`` makes them of their shapes; None: random ones on ``device``."""
         self.config = config
+        shapes = weight_shapes(config)
         self.decoder = TritonDecoder(
             config,
-            RandomWeights(config, form, device),
+            RandomWeights(config, form, device) if weights is None else weights(shapes),
             ops,
             device=device,
             dtype=torch.bfloat16,
@@ -109,9 +112,12 @@ class BenchModel:
         # Attention over what was never written would be over whatever the memory holds, NaN too.
         self.cache.data.normal_()
 
-    def batch(self, num_sequences: int, start: int, rows: int, *, tree: bool) -> ForwardBatch:
+    def batch(
+        self, num_sequences: int, start: int, rows: int, *, tree: bool, chooses: bool = False
+    ) -> ForwardBatch:
         """``rows`` rows of each sequence after ``start`` positions; logits of every row of a tree,
-        else of the last."""
+        else of the last. ``chooses``: the best tokens are given out instead, and single rows take
+        theirs from the step before."""
         segments = []
         for number in range(num_sequences):
             first = number * self._per_sequence
@@ -121,7 +127,16 @@ class BenchModel:
         num_rows = num_sequences * rows
         tokens = torch.randint(self.config.vocab_size, (num_rows,))
         wanted = torch.arange(num_rows) if tree else torch.arange(rows - 1, num_rows, rows)
-        return ForwardBatch(tokens, tuple(segments), wanted)
+        choices = None
+        if chooses:
+            count = wanted.shape[0]
+            zeros = torch.zeros(count, dtype=torch.int32)
+            inputs = SamplingInputs(
+                *(zeros.float(), zeros, zeros.float() + 1, zeros.float(), zeros.long(), zeros)
+            )
+            sources = torch.arange(num_rows) if rows == 1 else torch.full((num_rows,), -1)
+            choices = TokenChoices(inputs, (), sources.to(torch.int32))
+        return ForwardBatch(tokens, tuple(segments), wanted, choices=choices)
 
     def kv_bytes(self, num_positions: int) -> int:
         """What attention reads of the cache for ``num_positions`` positions."""

@@ -5,7 +5,7 @@
 Recordings in noise, quiet ones, and quiet ones mixed with recorded noise at 5 and 10 dB go to the
 recogniser as they are and with their noise reduced at each level (0 to 3). The same for the voice
 detector with the default endpointer: turns that begin in recordings without any speech, and how
-late the end of speech is found when noise goes on.
+late the end of speech is found when the noise goes on for two seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from audio.wav import read_audio
 
 _NOISES = ("office_lk_12s", "typing_a", "holdmusic_lk_15s", "white_25dbfs_10s", "brown_30dbfs_10s")
 _NUM_MIXED = 8
+_TAIL = 2 * SPEECH_RATE
 _whisper = EnglishTextNormalizer({})
 
 
@@ -74,19 +75,24 @@ def main() -> None:
         starts = [sum(isinstance(e, VoiceStarted) for e in run) for run in runs]
         cells.append(f"{sum(starts)} in {sum(n > 0 for n in starts)} of {len(runs)}")
     print("| turns begun without speech | " + " | ".join(cells) + " |")
-    for name, pairs in sets.items():
+    ends = {
+        "in noise": [(s, np.resize(s[-SPEECH_RATE // 2 :], _TAIL)) for s, _ in sets["in noise"]]
+    }
+    for snr in (5, 10):
+        longer = [np.pad(samples, (0, _TAIL)) for samples, _ in short]
+        mixed = [mix(samples, noise, snr) for samples in longer for noise in noises.values()]
+        ends[f"mixed, {snr} dB"] = [(m[:-_TAIL], m[-_TAIL:]) for m in mixed]
+    for name, parts in ends.items():
         cells = []
         for way in ways:
-            lates, missed = [], 0
-            for samples, _ in pairs:
-                tail = np.resize(samples[: SPEECH_RATE // 4], 2 * SPEECH_RATE)
+            lates: list[float] = []
+            for samples, tail in parts:
                 run = events(reduced(np.concatenate((samples, tail)), way), vad)
-                ends = [e.at_sample for e in run if isinstance(e, VoiceEnded)]
-                missed += not ends
-                if ends:
-                    lates.append((ends[-1] - samples.size) / SPEECH_RATE)
-            cells.append(f"{median(lates):.2f} s, {missed} never" if lates else "never")
-        print(f"| end found after the recording's, {name} | " + " | ".join(cells) + " |")
+                found = [e.at_sample for e in run if isinstance(e, VoiceEnded)]
+                lates += [(found[-1] - samples.size) / SPEECH_RATE] if found else []
+            missed = len(parts) - len(lates)
+            cells.append(f"{median(lates):.2f} s, {missed} never")
+        print(f"| end found after that of the recording, {name} | " + " | ".join(cells) + " |")
     cost = []
     for way in levels:
         suppressor, chunk = NoiseSuppressor(level=way), quiet[0][:320].copy()
@@ -112,7 +118,8 @@ def reduced(samples: Samples, level: int | None) -> Samples:
 
 def mix(samples: Samples, noise: Samples, snr_db: float) -> Samples:
     long = np.resize(noise, samples.size)
-    ratio = np.sqrt(np.mean(samples**2) / (np.mean(long**2) * 10 ** (snr_db / 10)))
+    power = np.mean(samples[np.abs(samples) > 0] ** 2)
+    ratio = np.sqrt(power / (np.mean(long**2) * 10 ** (snr_db / 10)))
     return np.clip(samples + long * ratio, -1, 1).astype(np.float32)
 
 

@@ -1,13 +1,15 @@
 """Pauses in recordings, and what is known at each: the data behind docs/turn-end.svg.
 
-    PYTHONPATH=. python bench/turn_end_events.py ../shared/data events.jsonl [NUM]
+    PYTHONPATH=. python bench/turn_end_events.py ../shared/data events.jsonl [KINDS] [NUM]
 
-NUM: only so many recordings and prompts of each kind, to try it out.
+KINDS: of the three below, with commas between them. NUM: only so many recordings and prompts of
+each kind, to try it out.
 
-Every recording gives its own pauses and its end; into most of them pauses of 0.6 to 1 s are spliced
+Every recording gives its own pauses and its end; into most of them pauses of 0.3 to 1 s are spliced
 at random words, and prompts are spoken by the installed voice and treated the same. One JSON object
-a pause: `is_end`, `pause_ms` (null at the end), `text` up to there, `prosody`, `end_logprob`,
-`speaker` (for cross-validation) and `kind` (speech, hard, tts).
+a pause: `is_end`, `is_spliced`, `pause_ms` (null at the end), `text` up to there, `prosody`, the
+recogniser's `end_marks`, `end_logprob`, `speaker` (for cross-validation) and `kind`
+(speech, hard, tts).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +42,21 @@ from llm_core import ChatMessage, EngineClient, EngineConfig
 
 _MIN_PAUSE_MS = 240
 _EAGER_MS = 64
-_NUM_PROMPTS = 80
+_NUM_PROMPTS = 60
+# Pauses spliced into a recording of each kind.
+_SPLICES = {"speech": 5, "hard": 2, "tts": 2}
 _SENTENCE_ENDS = (".", "?", "!")
 
 
 def main() -> None:
     """Collect all pauses of the data folder."""
     data, out = Path(sys.argv[1]), Path(sys.argv[2])
-    most = int(sys.argv[3]) if len(sys.argv) > 3 else _NUM_PROMPTS
-    asyncio.run(_collect(data, out, most))
+    kinds = sys.argv[3].split(",") if len(sys.argv) > 3 else list(_SPLICES)
+    most = int(sys.argv[4]) if len(sys.argv) > 4 else _NUM_PROMPTS
+    asyncio.run(_collect(data, out, kinds, most))
 
 
-async def _collect(data: Path, out: Path, most: int) -> None:
+async def _collect(data: Path, out: Path, kinds: list[str], most: int) -> None:
     settings = load_settings()
     store = ModelStore(settings.home)
     recognizer = Recognizer(store.resolve(settings.asr_model))
@@ -60,19 +66,25 @@ async def _collect(data: Path, out: Path, most: int) -> None:
     engine = await EngineClient.start(config)
     try:
         with out.open("w") as file:
-            for name, kind, samples in _recordings(data, voice, most):
+            for name, kind, samples in _recordings(data, voice, kinds, most):
                 words = _words(recognizer, samples)
                 for at, audio in _spliced(samples, words, kind, rng):
                     for event in _pauses(audio, vad, recognizer, words, at):
                         event |= {"name": name, "kind": kind, "speaker": _speaker(name)}
                         event["end_logprob"] = await _logprob(engine, settings, event["text"])
                         file.write(json.dumps(event) + "\n")
+                        file.flush()
     finally:
         await engine.close()
 
 
-def _recordings(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:
-    for kind in ("speech", "hard"):
+def _recordings(
+    data: Path, voice: Synthesizer, kinds: list[str], most: int
+) -> Iterator[tuple[str, str, Samples]]:
+    for kind in kinds:
+        if kind == "tts":
+            yield from _prompts(data, voice, most)
+            continue
         # Announcements, several voices at once, codecs of the 1990s: no callers.
         paths = [
             path
@@ -83,6 +95,9 @@ def _recordings(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str
         for path in paths[:most]:
             samples, rate = read_audio(path)
             yield path.name, kind, _to_speech_rate(samples, rate)
+
+
+def _prompts(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:
     prompts = [
         line.split("\t")[column]
         for name, column in (("clinc150_sample.tsv", 1), ("slurp_spoken_sample.tsv", 3))
@@ -121,15 +136,17 @@ def _spliced(
     yield None, samples
     inside = [i for i in range(1, len(words) - 1) if not words[i][0].endswith(_SENTENCE_ENDS)]
     rng.shuffle(inside)
-    for i in inside[: 3 if kind == "speech" else 1]:
+    for i in inside[: _SPLICES[kind]]:
         middle = int((words[i][2] + words[i + 1][1]) / 2 * SPEECH_RATE)
         starts = range(max(0, middle - 960), middle + 960, 80)
         cut = min(starts, key=lambda s: float(np.square(samples[s : s + 160]).sum())) + 80
         first, second = samples[:cut].copy(), samples[cut:].copy()
+        if min(first.size, second.size) < 80:
+            continue
         fade = np.linspace(0, 1, min(80, first.size, second.size), dtype=np.float32)
         first[-fade.size :] *= fade[::-1]
         second[: fade.size] *= fade
-        gap = _room(samples, int(rng.uniform(0.6, 1.0) * SPEECH_RATE), rng)
+        gap = _room(samples, int(rng.uniform(0.3, 1.0) * SPEECH_RATE), rng)
         yield cut / SPEECH_RATE, np.concatenate((first, gap, second))
 
 
@@ -167,16 +184,24 @@ def _pauses(
         between = bool(said) and said[-1].endswith(_SENTENCE_ENDS) and not is_end
         if (pause_ms or 1_000) < _MIN_PAUSE_MS or (between and not is_spliced):
             continue
-        if spliced_at is not None and not is_spliced:
+        if spliced_at is not None and (is_end or not is_spliced):
             continue
         turn = audio[start or 0 : at]
         prosody = measure_end(turn, find_voice_end(turn, voiced - (start or 0)))
-        text = recognizer.transcribe(turn).text
-        if text:
+        heard = recognizer.transcribe(turn)
+        if heard.text:
             melody = (prosody.pitch_drop, prosody.pitch_slope)
-            sound = (prosody.last_run_s, prosody.pitched_share)
-            values = (*prosody.levels_db, *melody, *sound)
-            yield {"is_end": is_end, "pause_ms": pause_ms, "text": text, "prosody": values}
+            run = (prosody.last_run_s, prosody.pitched_share)
+            values = (*prosody.levels_db, *melody, *run)
+            yield {
+                "is_end": is_end,
+                "is_spliced": is_spliced,
+                "pause_ms": pause_ms,
+                "turn_s": turn.size / SPEECH_RATE,
+                "text": heard.text,
+                "prosody": values,
+                "end_marks": None if heard.end_marks is None else astuple(heard.end_marks),
+            }
 
 
 async def _logprob(engine: EngineClient, settings: Settings, text: str) -> float | None:

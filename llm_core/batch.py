@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-MAXIMUM_LEN = 64  # logits of which the largest is noted
+from kernels.gpu.sampling_inputs import SamplingInputs
+
+MAXIMUM_LEN = 64  # logits of which the largest is noted, see ``ForwardResult``
 
 
 def tree_depths(parents: Sequence[int]) -> list[int]:
@@ -65,19 +68,43 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenChoices:
+    """How the tokens of a step are chosen where it is computed, so that no logits have to leave it.
+
+    ``inputs`` has one entry a row of logits (CPU). ``keeps`` are the rows of logits, ascending,
+    whose tokens the host chooses: their logits are given out, and what is chosen for them means
+    nothing. ``sources`` int32 [T]: where not negative, a row's token is the one that the step
+    before this one chose for that row of its logits, which the host need not know yet.
+    """
+
+    inputs: SamplingInputs
+    keeps: tuple[int, ...]
+    sources: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's input.
 
     ``token_ids`` is int64 [T], the segments' tokens one after another; ``segments`` are in row
     order; ``logit_rows`` is int64 [R], the rows whose logits are wanted (may be empty, as for a
     prefill chunk that is not the last). ``wants_features``: the hidden states of all rows are
-    wanted too, of the layers that were set by ``Model.set_feature_layers``.
+    wanted too, of the layers that were set by ``Model.set_feature_layers``. ``choices``: only for a
+    ``TokenChooser``, which then gives tokens.
     """
 
     token_ids: torch.Tensor
     segments: tuple[Segment, ...]
     logit_rows: torch.Tensor
     wants_features: bool = False
+    choices: TokenChoices | None = None
+
+
+class Launched(Protocol):
+    """A step that was handed to the device."""
+
+    def result(self) -> ForwardResult:
+        """Waits for what it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +112,13 @@ class ForwardResult:
     """One step's output: ``logits`` float32 [R, vocab_size] of the batch's ``logit_rows``, and
     ``features`` float32 [T, K * hidden_size], the K feature layers side by side, if wanted.
 
-    ``maxima`` float32 [R, vocab_size / MAXIMUM_LEN, rounded up], where a model notes
+    Where tokens were chosen, ``tokens`` int64 [R] are these, -1 where the logits were unusable, and
+    ``logits`` are only those of ``choices.keeps``.
+    ``maxima`` float32 [R, vocab_size / ``MAXIMUM_LEN``, rounded up], where a model notes
     them: the largest of each MAXIMUM_LEN logits, NaN where one of these is NaN.
     """
 
     logits: torch.Tensor
     features: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
     maxima: torch.Tensor | None = None

@@ -1,13 +1,18 @@
 """A step's input as one run of int32 words: it reaches the device, or another rank, at once.
 
-    token_ids [T] | positions [T] | slots [T] | ancestors [T, 2] | row_starts [B + 1] | starts [B]
-    | ends [B] | logit_rows [R] | block_tables [B, W]
+    seeds [R, 2] | token_ids [T] | sources [T] | positions [T] | slots [T] | ancestors [T, 2]
+    | row_starts [B + 1] | starts [B] | ends [B] | logit_rows [R] | temperature [R] | top_k [R]
+    | top_p [R] | min_p [R] | places [R] | block_tables [B, W]
+
+Each field begins at a multiple of 16 bytes, as vector loads want it.
 
 ``positions`` are places in the text (RoPE), ``slots`` places in the KV pool; ``ancestors`` the rows
 of the segment that a row sees, itself among them, as bits (row r is bit r % 32 of word r // 32), of
 segments up to 64 rows. Segment b has the rows [row_starts[b], row_starts[b + 1]), of which the
 first is position starts[b], and ends[b] is one past the last. Where a step is padded, rows of
-padding have slot -1 and segments of padding no rows and an end of 0.
+padding have slot -1 and segments of padding no rows and an end of 0. ``sources`` are those of
+``batch.TokenChoices``, -1 where there are none; the fields of a row of logits are those of
+``SamplingInputs`` (``places`` its positions; float32 as its bits), and greedy where nobody says.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.gpu.sampling_inputs import SamplingInputs
 from llm_core.batch import ForwardBatch, Segment, tree_depths
 
 MAX_TREE_ROWS = 64
 _ANCESTOR_WORDS = MAX_TREE_ROWS // 32
+_ALIGNED = 4  # words
 
 IntArray = npt.NDArray[np.int32]
 
@@ -39,21 +46,30 @@ class StepLayout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Words of each field, in order."""
-        rows, segments = self.num_rows, self.num_segments
-        per_row = (rows, rows, rows, _ANCESTOR_WORDS * rows)
+        rows, segments, wanted = self.num_rows, self.num_segments, self.num_logit_rows
+        per_row = (rows, rows, rows, rows, _ANCESTOR_WORDS * rows)
         per_segment = (segments + 1, segments, segments)
-        return (*per_row, *per_segment, self.num_logit_rows, segments * self.table_width)
+        return (2 * wanted, *per_row, *per_segment, *(wanted,) * 6, segments * self.table_width)
 
     @property
     def num_words(self) -> int:
-        return sum(self.sizes)
+        return sum(map(_aligned, self.sizes))
+
+    def split(self, words: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the fields of ``words`` [num_words], in order."""
+        fields, at = [], 0
+        for size in self.sizes:
+            fields.append(words[at : at + size])
+            at += _aligned(size)
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Views into a step's words, int32, where the words are."""
+    """Views into a step's words, int32 (but for ``choices``), where the words are."""
 
     token_ids: torch.Tensor
+    sources: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     ancestors: torch.Tensor
@@ -62,14 +78,34 @@ class StepTensors:
     ends: torch.Tensor
     logit_rows: torch.Tensor
     block_tables: torch.Tensor
+    choices: SamplingInputs
 
     @classmethod
     def of(cls, words: torch.Tensor, layout: StepLayout) -> StepTensors:
         """``words`` [layout.num_words]."""
-        fields = list(torch.split(words, list(layout.sizes)))
-        fields[3] = fields[3].view(layout.num_rows, _ANCESTOR_WORDS)
-        fields[-1] = fields[-1].view(layout.num_segments, layout.table_width)
-        return cls(*fields)
+        seeds, *fields = layout.split(words)
+        token_ids, sources, positions, slots, ancestors, row_starts, starts, ends, *rest = fields
+        logit_rows, temperature, top_k, top_p, min_p, places, tables = rest
+        return cls(
+            token_ids=token_ids,
+            sources=sources,
+            positions=positions,
+            slots=slots,
+            ancestors=ancestors.view(layout.num_rows, _ANCESTOR_WORDS),
+            row_starts=row_starts,
+            starts=starts,
+            ends=ends,
+            logit_rows=logit_rows,
+            block_tables=tables.view(layout.num_segments, layout.table_width),
+            choices=SamplingInputs(
+                temperature.view(torch.float32),
+                top_k,
+                top_p.view(torch.float32),
+                min_p.view(torch.float32),
+                seeds.view(torch.int64),
+                places,
+            ),
+        )
 
 
 def layout_of(batch: ForwardBatch, block_size: int) -> StepLayout:
@@ -85,8 +121,14 @@ def pack(batch: ForwardBatch, layout: StepLayout, block_size: int, words: torch.
     Where there is room for more rows of logits than are wanted, the last ones are row 0. Raises
     ValueError for a tree of more than 64 rows.
     """
-    fields = [part.numpy() for part in torch.split(words, list(layout.sizes))]
-    token_ids, positions, slots, ancestors, row_starts, starts, ends, logit_rows, tables = fields
+    _, *fields, tables = [part.numpy() for part in layout.split(words)]
+    token_ids, sources, positions, slots, ancestors, row_starts, starts, ends, logit_rows, *_ = (
+        fields
+    )
+    _pack_choices(batch, StepTensors.of(words, layout).choices)
+    sources[:] = -1
+    if batch.choices is not None:
+        sources[: len(batch.choices.sources)] = batch.choices.sources.numpy()
     ancestors = ancestors.reshape(layout.num_rows, _ANCESTOR_WORDS)
     tables = tables.reshape(layout.num_segments, layout.table_width)
     num_rows, num_wanted = batch.token_ids.shape[0], batch.logit_rows.shape[0]
@@ -117,6 +159,28 @@ def pack(batch: ForwardBatch, layout: StepLayout, block_size: int, words: torch.
     row_starts[num_segments + 1 :] = at
     starts[num_segments:] = 0
     ends[num_segments:] = 0
+
+
+def _pack_choices(batch: ForwardBatch, into: SamplingInputs) -> None:
+    num_wanted = batch.logit_rows.shape[0]
+    for field, value in (
+        *((into.temperature, 0), (into.top_k, 0), (into.top_p, 1), (into.min_p, 0)),
+        *((into.seeds, 0), (into.positions, 0)),
+    ):
+        field.fill_(value)
+    if batch.choices is None or num_wanted == 0:
+        return
+    given = batch.choices.inputs
+    into.temperature[:num_wanted] = given.temperature
+    into.top_k[:num_wanted] = given.top_k
+    into.top_p[:num_wanted] = given.top_p
+    into.min_p[:num_wanted] = given.min_p
+    into.seeds[:num_wanted] = given.seeds
+    into.positions[:num_wanted] = given.positions
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def ancestor_words(segment: Segment) -> IntArray:

@@ -35,7 +35,7 @@ from llm_core.policy import make_policy
 from llm_core.prompt import Prompt
 from llm_core.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.runner import ModelRunner
-from llm_core.sampler import FloatRow
+from llm_core.sampler import ChunkRow
 from llm_core.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.accept import accept
@@ -43,8 +43,9 @@ from llm_core.speculative.choice import make_controller, make_drafter
 from llm_core.speculative.control import Controller
 from llm_core.speculative.drafter import Drafter
 from llm_core.speculator import Speculator
-from llm_core.step import logits_by_chunk, make_batch
+from llm_core.step import rows_by_chunk
 from llm_core.step_cost import StepCost
+from llm_core.step_pipeline import Flight, StepPipeline
 from llm_core.tokenizer import Tokenizer
 
 _LEAST_CHUNK, _LARGEST_CHUNK = 16, 512  # rows of a prompt in one step
@@ -66,9 +67,11 @@ class Engine:
         policy: PolicyName = "deadline",
         max_step_ms: int | None = None,
         window: AttentionWindow | None = None,
+        overlap_steps: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``max_step_ms`` None: the row budgets of the scheduler stay as they are."""
+        """``max_step_ms`` None: the row budgets of the scheduler stay as they are.
+        ``overlap_steps`` as in ``EngineConfig``."""
         self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(
             BlockTables(runner.num_blocks, runner.block_size, window),
@@ -87,6 +90,8 @@ class Engine:
         self._cost = StepCost()
         self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
         self._speculator: Speculator | None = None
+        given = (runner, self.scheduler.tables, self._vocab_size)
+        self._steps = StepPipeline(*given, overlaps=overlap_steps, clock=clock)
         self._limit_length()
 
     def speculate(self, drafter: Drafter | None, controller: Controller) -> None:
@@ -94,6 +99,7 @@ class Engine:
         controller finds that worth it. Once, before the first request."""
         assert self._speculator is None and not self._requests, "nothing runs yet"
         assert self.scheduler.tables.window is None, "drafts and a window do not go together"
+        self._steps.overlaps = False  # a draft follows a known token
         self._speculator = Speculator(
             drafter, controller, max_context=self._runner.max_context, clock=self._clock
         )
@@ -117,15 +123,16 @@ class Engine:
             policy=config.policy,
             max_step_ms=config.max_step_ms,
             window=runner.attention_window(config),
+            overlap_steps=config.overlap_steps,
         )
         if config.speculation != "off":
-            engine.speculate(drafter, make_controller(config, runner))
+            engine.speculate(drafter, make_controller(config, runner, drafter))
         engine._make.guides.prepare()
         return engine
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._steps.is_in_flight
 
     def submit(
         self,
@@ -294,13 +301,19 @@ class Engine:
         outputs = self._expire(self._clock())
         plan = self.scheduler.schedule(self._clock())
         if not plan.chunks:
-            return outputs
+            return outputs + self._learn_of(self._steps.take(), is_late=True)
         self._stamp_scheduled(plan)
         if self._speculator is not None:
             self._speculator.add_drafts(plan, self.scheduler, self._generations(plan))
-        result = self._run(plan)
-        self.scheduler.commit(plan)
-        return [*outputs, *self._postprocess(plan, result)]
+        wants_features = self._speculator is not None and self._speculator.wants_features
+        before = self._steps.launch(plan, self._generations(plan), wants_features=wants_features)
+        outputs += self._learn_of(before, is_late=True)
+        # Rows of replies that have ended by that were computed for nothing.
+        kept = StepPlan(chunks=[c for c in plan.chunks if c.sequence.seq_id in self._requests])
+        self.scheduler.commit(kept)
+        if not self._steps.leave(kept):
+            outputs += self._learn_of(self._steps.take(), is_late=False)
+        return outputs
 
     def stats(self) -> EngineStats:
         tables = self.scheduler.tables
@@ -342,8 +355,7 @@ class Engine:
         tables = self.scheduler.tables
         room = tables.pool.num_blocks - self._num_pinned_blocks - 1
         is_endless = room >= tables.num_needed(_LARGEST_CHUNK)
-        limit = self._runner.max_context if is_endless else room * tables.pool.block_size
-        self._make.limit(limit)
+        self._make.limit(self._runner.max_context if is_endless else room * tables.pool.block_size)
 
     def _draft(self, request_id: int) -> Request:
         request = self._requests.get(request_id)
@@ -384,12 +396,9 @@ class Engine:
 
     def _generations(self, plan: StepPlan) -> dict[int, Generation]:
         """The replies that get logits in this step, by sequence."""
-        found = {}
-        for chunk in plan.chunks:
-            generation = self._requests[chunk.sequence.seq_id].generation
-            if chunk.wants_logits and generation is not None:
-                found[chunk.sequence.seq_id] = generation
-        return found
+        ids = [chunk.sequence.seq_id for chunk in plan.chunks if chunk.wants_logits]
+        replies = ((seq_id, self._requests[seq_id].generation) for seq_id in ids)
+        return {seq_id: reply for seq_id, reply in replies if reply is not None}
 
     def _stamp_scheduled(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
@@ -397,19 +406,16 @@ class Engine:
             if generation is not None and generation.scheduled_ns == 0:
                 generation.scheduled_ns = self._clock()
 
-    def _run(self, plan: StepPlan) -> ForwardResult:
-        speculator = self._speculator
-        start_ns = self._clock()
-        for copy in plan.copies:
-            self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
-        wants_features = speculator is not None and speculator.wants_features
-        batch = make_batch(plan, self.scheduler.tables, wants_features=wants_features)
-        result = self._runner.forward(batch)
-        duration_ns = self._clock() - start_ns
+    def _learn_of(self, flight: Flight | None, *, is_late: bool) -> list[Output]:
+        """``is_late``: requests may have ended since, and no prompt was done with the step."""
+        if flight is None:
+            return []
+        plan = flight.plan
+        result, duration_ns = self._steps.result(flight)
         self._learn(plan.num_rows, duration_ns)
-        if speculator is not None:
-            speculator.ran(plan, self._generations(plan), duration_ns)
-        return result
+        if self._speculator is not None:
+            self._speculator.ran(plan, self._generations(plan), duration_ns)
+        return self._postprocess(flight, result, is_late=is_late)
 
     def _learn(self, num_rows: int, duration_ns: int) -> None:
         """A prompt's chunk is as long as its time allows; twice that when no stream waits."""
@@ -421,41 +427,47 @@ class Engine:
             self.scheduler.mixed_budget = min(max(rows, _LEAST_CHUNK), _LARGEST_CHUNK)
             self.scheduler.prompt_budget = min(max(more, _LEAST_CHUNK), _LARGEST_CHUNK)
 
-    def _postprocess(self, plan: StepPlan, result: ForwardResult) -> list[Output]:
-        """Tokens, events and ends that follow from a step."""
+    def _postprocess(self, flight: Flight, result: ForwardResult, *, is_late: bool) -> list[Output]:
+        """Tokens, events and ends that follow from a step. ``is_late`` as in ``_learn_of``."""
         outputs: list[Output] = []
         ended: list[TokenSequence] = []
         accepted: dict[int, list[int]] = {}
-        for chunk, logits, maxima in logits_by_chunk(plan, result, self._vocab_size):
+        for chunk, rows in rows_by_chunk(flight.plan, result, self._vocab_size, flight.keeps):
             sequence = chunk.sequence
-            request = self._requests[sequence.seq_id]
+            request = self._requests.get(sequence.seq_id)
+            if request is None:
+                continue
             if chunk.wants_logits:
-                kept, events = self._advance(request, chunk, logits, maxima)
+                kept, events = self._advance(request, chunk, rows)
                 outputs += [(sequence.seq_id, event) for event in events]
                 if chunk.tree:
                     accepted[sequence.seq_id] = kept
                 if events and isinstance(events[-1], LlmError | GenerationDone):
                     ended.append(sequence)
-            elif sequence.remaining_len == 0:
+            elif sequence.remaining_len == 0 and not is_late:
                 outputs.append((sequence.seq_id, request.prefilled()))
                 if sequence.is_pinned:
                     self.scheduler.tables.publish_tail(sequence)
                 elif not sequence.is_open:
                     ended.append(sequence)
         if self._speculator is not None:
-            self._speculator.observe(plan, result.features, accepted)
+            self._speculator.observe(flight.plan, result.features, accepted)
         for sequence in ended:
             self._end(sequence)
+        if self._speculator is not None:
+            self._speculator.finished()
         return outputs
 
     def _advance(
-        self, request: Request, chunk: Chunk, logits: FloatRow, maxima: FloatRow | None
+        self, request: Request, chunk: Chunk, rows_of_chunk: Sequence[ChunkRow]
     ) -> tuple[list[int], list[GenerationEvent | LlmError]]:
-        """Says what follows from the logits of a chunk's last token and of its drafts, as far as
+        """Says what follows from the rows of a chunk's last token and of its drafts, as far as
         drafts are right. Returns the rows that are text now, and the events."""
         generation, sequence = request.generation, chunk.sequence
         assert generation is not None, "only generations ask for logits"
         events: list[GenerationEvent | LlmError] = []
+        if sequence.is_expecting:
+            sequence.take_back()
         generation.speculation.add_drafts(chunk.tree)
 
         def sample(row: int) -> int | None:
@@ -463,8 +475,7 @@ class Engine:
                 sequence.computed_len += 1
                 generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
             try:
-                found = None if maxima is None else maxima[row]
-                events.extend(generation.advance(logits[row], found))
+                events.extend(generation.advance(rows_of_chunk[row]))
             except LlmError as error:
                 events.append(error)
                 return None

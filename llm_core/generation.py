@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llm_core.detokenizer import Detokenizer
+from llm_core.errors import LlmError
 from llm_core.guided import GuideState
 from llm_core.logprobs import LogprobTrack
 from llm_core.messages import (
@@ -23,7 +24,7 @@ from llm_core.messages import (
     TextDelta,
     Usage,
 )
-from llm_core.sampler import FloatRow, SamplerState, sample_row, uniform
+from llm_core.sampler import ChunkRow, FloatRow, SamplerState, sample_row, uniform
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.counts import SpeculationCounts
 from llm_core.speculative.drafter import DraftRequest, DraftShape
@@ -65,14 +66,30 @@ class Generation:
         if params.logprobs is not None:
             self._logprobs = LogprobTrack(tokenizer.token_bytes, params.logprobs)
 
-    def advance(self, row: FloatRow, maxima: FloatRow | None = None) -> list[GenerationEvent]:
-        """Chooses the next token from logits float32 [vocab] and says what follows from it.
-        ``maxima``: those of ``ForwardResult`` for this row, if they are known.
+    def advance(self, row: ChunkRow) -> list[GenerationEvent]:
+        """Chooses the next token, unless it was chosen already as ``chosen_elsewhere`` says, and
+        says what follows from it.
 
         Raises LlmError when the model produced no usable logits, or the guide has outgrown its
         limits; the request is then over.
         """
-        return self.accept(self.choose(row, maxima), row)
+        token_id = row.token_id
+        if token_id is None:
+            assert row.logits is not None, "a token is chosen from logits"
+            token_id = self.choose(row.logits, row.maxima)
+        elif token_id < 0:
+            raise LlmError("the model produced unusable logits")
+        return self.accept(token_id, row.logits)
+
+    @property
+    def chosen_elsewhere(self) -> tuple[SamplingParams, int] | None:
+        """The parameters and the seed, where these and a row of logits are all that it takes to
+        choose the next token, so that it can be done where the logits are; None where it takes
+        what only this reply knows: penalties, biases, bans, a guide; or where logits are told."""
+        is_plain = self._guide is None and self._logprobs is None and self._sampler.is_plain
+        if not is_plain or not (self._may_end or not self._eos_ids):
+            return None
+        return self._params, self._sampler.seed
 
     def choose(self, row: FloatRow, maxima: FloatRow | None = None) -> int:
         """The next token; changes nothing. Raises LlmError as ``advance``."""
@@ -85,9 +102,9 @@ class Generation:
             maxima=maxima,
         )
 
-    def accept(self, token_id: int, row: FloatRow) -> list[GenerationEvent]:
-        """Appends the token that ``choose`` gave for ``row``. Returns what is now certain, with
-        GenerationDone at the end. Raises LlmError as ``advance``."""
+    def accept(self, token_id: int, row: FloatRow | None) -> list[GenerationEvent]:
+        """Appends the token that was chosen for ``row`` (None: no logprobs are told). Returns what
+        is now certain, with GenerationDone at the end. Raises LlmError as ``advance``."""
         sequence = self._sequence
         is_eos = token_id in self._eos_ids
         text = "" if is_eos else self._take(token_id, row)
@@ -147,10 +164,11 @@ class Generation:
         is_long_enough = self._sequence.num_generated >= self._params.min_tokens
         return is_long_enough or self._guide is not None
 
-    def _take(self, token_id: int, row: FloatRow) -> str:
+    def _take(self, token_id: int, row: FloatRow | None) -> str:
         if self._guide is not None:
             self._guide.accept(token_id)
         if self._logprobs is not None:
+            assert row is not None, "logprobs are told of logits"
             self._logprobs.add(row, token_id, self._detokenizer.decoded_len)
         may_stop = self._sequence.num_generated >= self._params.min_tokens
         return self._detokenizer.feed(token_id, may_stop=may_stop)

@@ -13,60 +13,46 @@ With tensor parallelism every rank runs this on its share of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
 
 import torch
 
 from kernels.gpu import GpuOps, GpuWeight, KvPages
-from llm_core.batch import ForwardBatch, ForwardResult, Segment
+from llm_core.batch import ForwardBatch, ForwardResult, Launched, Segment, TokenChoices
 from llm_core.config import ModelConfig
-from llm_core.cuda_batch import MAX_TREE_ROWS, StepLayout, StepTensors, layout_of, pack
+from llm_core.cuda_batch import StepLayout, StepTensors, layout_of, pack
 from llm_core.cuda_graphs import (
     MAX_ROWS,
     Capture,
+    Graph,
     StepGraphs,
     StepShape,
     decode_shapes,
     shape_for,
 )
+from llm_core.cuda_layer import GpuLayer
+from llm_core.cuda_staging import StagingRing
+from llm_core.cuda_step import (
+    AttentionGroup,
+    LaunchedStep,
+    PackedStep,
+    StepOutputs,
+    attention_groups,
+    padded_layout,
+    shape_groups,
+)
 from llm_core.cuda_weights import GpuFormat, format_name, gpu_weight, num_bytes
 from llm_core.kv_cache import KvCache
-from llm_core.parallel.group import Alone, Collectives
+from llm_core.parallel.group import Alone, Collectives, PendingSum
 from llm_core.parallel.shards import head_rows
-from llm_core.quant.formats import Weight, stack_rows, to_float
+from llm_core.quant.formats import Weight, to_float
 from llm_core.rope import rope_tables
+from llm_core.torch_parts import TorchParts
 
-_WARM_UP_ROWS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """Neighbouring segments, and rows, of one kind; no segment has more than ``max_rows`` rows or
-    ends beyond ``max_length`` positions."""
-
-    kind: Literal["decode", "tree", "prefill"]
-    segments: slice
-    rows: slice
-    max_rows: int
-    max_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """What all ranks are told of a step. ``words`` int32 on the CPU; ``shape`` None: no graph.
-
-    Of its rows ``num_rows`` are no padding, and of its rows of logits ``num_logit_rows``.
-    """
-
-    words: torch.Tensor
-    layout: StepLayout
-    shape: StepShape | None
-    num_rows: int
-    num_logit_rows: int
-    wants_features: bool
+# Of one segment each: what the kernels of prompts, of drafts and of products have variants for.
+_WARM_UP_ROWS = (2, 8, 20, 40, 100, 512)
+_MAX_TOKENS = 4096  # chosen in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,45 +64,6 @@ class _GraphState:
     words: torch.Tensor
     logits: torch.Tensor
     features: torch.Tensor
-
-
-class _Layer:
-    """One layer's weights, on the device."""
-
-    def __init__(
-        self, model: TritonDecoder, weights: Mapping[str, Weight], index: int, form: GpuFormat
-    ) -> None:
-        def matrix(*names: str) -> GpuWeight:
-            stacked = stack_rows([weights[f"layers.{index}.{name}"] for name in names])
-            return gpu_weight(stacked, form, model.dtype, model.device)
-
-        def vector(*names: str, present: bool = True) -> torch.Tensor | None:
-            if not present:
-                return None
-            values = [to_float(weights[f"layers.{index}.{name}"]) for name in names]
-            return torch.cat(values).to(model.device)
-
-        config = model.config
-        self.attention_norm = _present(vector("attention_norm"))
-        self.query_key_value = matrix("query", "key", "value")
-        self.bias = vector("query_bias", "key_bias", "value_bias", present=config.attention_bias)
-        self.query_norm = vector("query_norm", present=config.qk_norm)
-        self.key_norm = vector("key_norm", present=config.qk_norm)
-        self.attention_output = matrix("attention_output")
-        self.attention_post_norm = vector("attention_post_norm", present=config.post_norms)
-        self.ffn_norm = _present(vector("ffn_norm"))
-        self.gate_up = matrix("gate", "up")
-        self.down = matrix("down")
-        self.ffn_post_norm = vector("ffn_post_norm", present=config.post_norms)
-
-    @property
-    def matrices(self) -> tuple[GpuWeight, ...]:
-        return self.query_key_value, self.attention_output, self.gate_up, self.down
-
-
-def _present(vector: torch.Tensor | None) -> torch.Tensor:
-    assert vector is not None
-    return vector
 
 
 class TritonDecoder:
@@ -134,9 +81,14 @@ class TritonDecoder:
         weight_format: GpuFormat = "auto",
         capture: Capture | None = None,
         collectives: Collectives | None = None,
+        overlap_rows: int = 0,
+        parts: TorchParts | None = None,
     ) -> None:
         """``config`` and ``weights`` are this rank's share (``parallel.shards``); ``capture`` None:
-        no graphs."""
+        no graphs. ``overlap_rows``: steps of as many rows and more are computed in two halves, so
+        that the sums over ranks of one run while the other computes; 0: none are. ``parts``: what
+        is left to torch, compiled perhaps.
+        """
         self.config = config
         self.device = device
         self.dtype = dtype
@@ -144,9 +96,16 @@ class TritonDecoder:
         self.ops = ops
         self._capture = capture
         self._collectives: Collectives = collectives or Alone()
+        self._overlap_rows = overlap_rows if self._collectives.num_ranks > 1 else 0
+        self._parts = parts or TorchParts()
+        self._staging = StagingRing.of(device)
+        self._vocab_size = config.vocab_size
+        # What the last step chose, for the next one's input.
+        self._tokens = torch.zeros(_MAX_TOKENS, dtype=torch.int64, device=device)
         self._embedding = to_float(weights["embedding"]).to(device=device, dtype=dtype)
         self._layers = [
-            _Layer(self, weights, index, weight_format) for index in range(config.num_layers)
+            GpuLayer(config, weights, index, weight_format, dtype, device)
+            for index in range(config.num_layers)
         ]
         self._final_norm = to_float(weights["final_norm"]).to(device)
         head = weights["embedding" if config.tie_embeddings else "head"]
@@ -184,7 +143,17 @@ class TritonDecoder:
         """See ``model_choice.Model``."""
         assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
         self._feature_layers = layers
-        cache, self._cache = self._cache, None  # what was recorded computes other features
+        self._record_again()  # what was recorded computes other features
+
+    def choose_below(self, vocab_size: int) -> None:
+        """See ``model_choice.TokenChooser``."""
+        assert 0 < vocab_size <= self.config.vocab_size, "the tokenizer's words are the model's"
+        if vocab_size != self._vocab_size:
+            self._vocab_size = vocab_size
+            self._record_again()
+
+    def _record_again(self) -> None:
+        cache, self._cache = self._cache, None
         if cache is not None and self._num_warm:
             self.warm_up(cache, self._num_warm)
 
@@ -194,8 +163,12 @@ class TritonDecoder:
         Call under inference mode. Raises ValueError for a tree of more than 64 rows. Sources: those
         of ``Decoder``.
         """
+        return self.launch(batch, cache).result()
+
+    def launch(self, batch: ForwardBatch, cache: KvCache) -> Launched:
+        """Begins ``forward``. See ``model_choice.TokenChooser``."""
         step = self.pack(batch, cache)
-        return self.result(step, *self.run(step, cache))
+        return self.fetch(step, batch.choices, self.run(step, cache))
 
     def warm_up(self, cache: KvCache, max_sequences: int) -> None:
         """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it, and
@@ -207,10 +180,11 @@ class TritonDecoder:
         self._num_warm = max_sequences
         for shape in decode_shapes(max_sequences, self.max_context):
             self._graphs.record(shape)
-        num_rows = min(_WARM_UP_ROWS, self.max_context, cache.num_blocks * cache.block_size)
-        segment = Segment(tuple(range(-(-num_rows // cache.block_size))), 0, num_rows)
-        tokens = torch.zeros(num_rows, dtype=torch.int64)
-        self.forward(ForwardBatch(tokens, (segment,), torch.tensor([num_rows - 1])), cache)
+        longest = min(self.max_context, cache.num_blocks * cache.block_size)
+        for num_rows in sorted({min(rows, longest) for rows in _WARM_UP_ROWS}):
+            segment = Segment(tuple(range(-(-num_rows // cache.block_size))), 0, num_rows)
+            tokens = torch.zeros(num_rows, dtype=torch.int64)
+            self.forward(ForwardBatch(tokens, (segment,), torch.tensor([num_rows - 1])), cache)
 
     def pack(self, batch: ForwardBatch, cache: KvCache) -> PackedStep:
         """A step for ``run``, with the padding that its graph needs if it has one."""
@@ -221,41 +195,65 @@ class TritonDecoder:
             shape = shape_for(lengths, longest, self.max_context)
         num_rows, num_logit_rows = layout.num_rows, layout.num_logit_rows
         if shape is not None:
-            layout = _layout(shape, cache.block_size)
-        words = torch.empty(
-            layout.num_words, dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
+            layout = padded_layout(shape, cache.block_size)
+        words = self._staging.take(layout.num_words)
         pack(batch, layout, cache.block_size, words)
-        return PackedStep(words, layout, shape, num_rows, num_logit_rows, batch.wants_features)
+        return PackedStep(
+            *(words, layout, shape, num_rows, num_logit_rows),
+            wants_features=batch.wants_features,
+            chooses=batch.choices is not None,
+        )
 
-    def run(self, step: PackedStep, cache: KvCache) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes a packed step, without waiting: logits and features on the device, perhaps with
-        padding. All ranks do, and all get the same. They hold until the next step."""
+    def run(self, step: PackedStep, cache: KvCache) -> StepOutputs:
+        """Computes a packed step, without waiting. All ranks do, and all get the same."""
         self._bind(cache)
         if step.shape is not None and self._graphs is not None:
             shape = step.shape
             if self._graphs.is_ready(shape):
-                state = self._graphs.replay(shape, lambda state: _fill(state.words, step.words))
-                return state.logits, state.features
+                state = self._graphs.replay(shape, lambda state: self._fill(state.words, step))
+                return StepOutputs(state.logits, state.features, self._tokens[: shape.num_rows])
             groups = shape_groups(shape)
         else:
             groups = attention_groups(step)
-        words = step.words.to(self.device, non_blocking=True)
+        words = torch.empty_like(step.words, device=self.device)
+        self._fill(words, step)
         inputs = StepTensors.of(words, step.layout)
         taps = self._feature_layers if step.wants_features else ()
-        return self._compute(inputs, groups, taps)
+        logits, features = self._compute(inputs, groups, taps, chooses=step.chooses)
+        tokens = self._tokens[: logits.shape[0]] if step.chooses else None
+        return StepOutputs(logits, features, tokens)
 
-    def result(
-        self, step: PackedStep, logits: torch.Tensor, features: torch.Tensor | None
-    ) -> ForwardResult:
-        """What ``run`` made, on the CPU and without padding; waits for the device."""
-        wanted = [logits[: step.num_logit_rows]]
-        if step.wants_features and features is not None:
-            wanted.append(features[: step.num_rows])
+    def _fill(self, target: torch.Tensor, step: PackedStep) -> None:
+        target.copy_(step.words, non_blocking=True)
+        self._staging.copied(step.words)
+
+    def fetch(self, step: PackedStep, choices: TokenChoices | None, made: StepOutputs) -> Launched:
+        """What ``run`` made, without padding, on its way to the CPU; only the tokens of those rows
+        that are chosen here, and only the logits of all others."""
+        logits, features, tokens = made.logits[: step.num_logit_rows], made.features, None
+        if choices is not None:
+            assert made.tokens is not None, "a step with choices chooses"
+            rows = [logits[row : row + 1] for row in choices.keeps]
+            logits = torch.cat(rows) if rows else logits[:0]
+            tokens = self._to_host(made.tokens[: step.num_logit_rows])
+        result = ForwardResult(
+            self._to_host(logits),
+            self._to_host(features[: step.num_rows])
+            if step.wants_features and features is not None
+            else None,
+            tokens,
+        )
+        done = None
         if self.device.type == "cuda":
-            wanted = [_to_host(tensor) for tensor in wanted]
-            torch.cuda.current_stream(self.device).synchronize()
-        return ForwardResult(*wanted)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return LaunchedStep(result, done)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_cuda = self.device.type == "cuda" and tensor.numel() > 0
+        # From a cache of such memory, which knows until when a copy needs it.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+        return host.copy_(tensor, non_blocking=is_cuda)
 
     def _bind(self, cache: KvCache) -> None:
         if cache is self._cache:
@@ -274,47 +272,68 @@ class TritonDecoder:
                 torch.empty(MAX_ROWS, width, device=self.device)
                 for width in (self.config.vocab_size, num_features)
             )
-            self._graphs = StepGraphs(self._capture, self._make_state, self._run_state)
+            self._graphs = StepGraphs(self._record, self._make_state, self._run_state)
+
+    def _record(self, run: Callable[[], None]) -> Graph:
+        """A recording is tried out first, in the middle of a reply perhaps: what the last step
+        chose must still be there for the next one."""
+        assert self._capture is not None
+        tokens = self._tokens.clone()
+        graph = self._capture(run)
+        self._tokens.copy_(tokens)
+        return graph
 
     def _make_state(self, shape: StepShape) -> _GraphState:
         assert self._cache is not None
-        layout = _layout(shape, self._cache.block_size)
+        layout = padded_layout(shape, self._cache.block_size)
         words = torch.zeros(layout.num_words, dtype=torch.int32, device=self.device)
-        StepTensors.of(words, layout).slots.fill_(-1)  # all is padding
+        fields = StepTensors.of(words, layout)
+        for field in (fields.slots, fields.sources):  # all is padding
+            field.fill_(-1)
         logits, features = (result[: shape.num_rows] for result in self._results)
         return _GraphState(shape, layout, words, logits, features)
 
     def _run_state(self, state: _GraphState) -> None:
         inputs = StepTensors.of(state.words, state.layout)
         groups = shape_groups(state.shape)
-        logits, features = self._compute(inputs, groups, self._feature_layers)
+        logits, features = self._compute(inputs, groups, self._feature_layers, chooses=True)
         state.logits.copy_(logits)
         if features is not None:
             state.features.copy_(features)
 
     def _compute(
-        self, inputs: StepTensors, groups: Sequence[AttentionGroup], taps: tuple[int, ...]
+        self,
+        inputs: StepTensors,
+        groups: Sequence[AttentionGroup],
+        taps: tuple[int, ...],
+        *,
+        chooses: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits float32 [R, vocab_size] and features float32 [T, K * hidden_size], on the device.
+        """Logits float32 [R, vocab_size] and features float32 [T, K * hidden_size], on the device;
+        and in ``_tokens`` what is chosen.
 
         Waits for nothing, so that it can be recorded.
         """
-        ops, config = self.ops, self.config
+        ops, config, parts = self.ops, self.config, self._parts
+        token_ids = inputs.token_ids.long()
+        if chooses:
+            token_ids = parts.fed(token_ids, inputs.sources, self._tokens)
         slots, logit_rows = inputs.slots.long(), inputs.logit_rows.long()
         ancestors = {
             group.max_rows: inputs.ancestors[:, : -(-group.max_rows // 32)].contiguous()
             for group in groups
             if group.kind == "tree"
         }
-        embedded = ops.embed(self._embedding, inputs.token_ids.long(), config.embedding_scale)
+        embedded = ops.embed(self._embedding, token_ids, config.embedding_scale)
         residual = embedded.float()
         normed = ops.rms_norm(embedded, self._layers[0].attention_norm, config.rms_eps)
+        projected = ops.matmul(normed, self._layers[0].query_key_value)
         last_layer = len(self._layers) - 1
         all_go_on = any(layer >= last_layer for layer in taps)
         tapped: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             query = ops.rope_store(
-                ops.matmul(normed, layer.query_key_value),
+                projected,
                 self._rotations[index],
                 inputs.positions,
                 slots,
@@ -330,35 +349,60 @@ class TritonDecoder:
             if index == last_layer and not all_go_on:  # beyond here rows do not meet
                 attended = attended.index_select(0, logit_rows)
                 residual = residual.index_select(0, logit_rows)
-            output = ops.matmul(attended, layer.attention_output)
-            self._collectives.all_reduce_(output)
-            normed = ops.add_rms_norm_(
-                residual,
-                output,
-                layer.ffn_norm,
-                config.rms_eps,
-                post_weight=layer.attention_post_norm,
-            )
-            gated = ops.gated(ops.matmul(normed, layer.gate_up), config.activation)
-            output = ops.matmul(gated, layer.down)
-            self._collectives.all_reduce_(output)
-            is_last = index == last_layer
-            normed = ops.add_rms_norm_(
-                residual,
-                output,
-                self._final_norm if is_last else self._layers[index + 1].attention_norm,
-                config.rms_eps,
-                post_weight=layer.ffn_post_norm,
-            )
+            projected = self._between(attended, residual, index)
             if index in taps:
                 tapped[index] = residual.clone()
+        normed = projected  # behind the last layer nothing is projected
         tapped[len(self._layers)] = normed.float()
         if all_go_on:
             normed = normed.index_select(0, logit_rows)
         logits = self._gathered(ops.matmul(normed, self._head, out_dtype=torch.float32))
-        if config.logit_softcap is not None:
-            logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
+        if config.logit_softcap is not None and logits.shape[0]:
+            logits = parts.capped(logits, config.logit_softcap)
+        if chooses and logits.shape[0]:
+            tokens = ops.sample(logits[:, : self._vocab_size], inputs.choices)
+            self._tokens[: tokens.shape[0]].copy_(tokens)
         return logits, torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+
+    def _between(self, attended: torch.Tensor, residual: torch.Tensor, index: int) -> torch.Tensor:
+        """From a layer's attention [T, query_size] to the next one's projections; behind the last
+        layer, what the final norm makes. Adds to ``residual`` [T, hidden_size].
+
+        No row sees another one here, so many rows go in two halves: while ranks add one half's
+        partial sums, the other half is computed.
+        """
+        ops, eps, layer = self.ops, self.config.rms_eps, self._layers[index]
+        halves = self._halves(attended.shape[0])
+        sums = [self._start_sum(attended[rows], layer.attention_output) for rows in halves]
+        for number, rows in enumerate(halves):
+            normed = ops.add_rms_norm_(
+                residual[rows],
+                sums[number].wait(),
+                layer.ffn_norm,
+                eps,
+                post_weight=layer.attention_post_norm,
+            )
+            gated = ops.gated(ops.matmul(normed, layer.gate_up), self.config.activation)
+            sums[number] = self._start_sum(gated, layer.down)
+        is_last = index == len(self._layers) - 1
+        weight = self._final_norm if is_last else self._layers[index + 1].attention_norm
+        results = []
+        for number, rows in enumerate(halves):
+            normed = ops.add_rms_norm_(
+                residual[rows], sums[number].wait(), weight, eps, post_weight=layer.ffn_post_norm
+            )
+            following = None if is_last else self._layers[index + 1].query_key_value
+            results.append(normed if following is None else ops.matmul(normed, following))
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _halves(self, num_rows: int) -> list[slice]:
+        if self._overlap_rows == 0 or num_rows < max(2, self._overlap_rows):
+            return [slice(0, num_rows)]
+        middle = num_rows // 2
+        return [slice(0, middle), slice(middle, num_rows)]
+
+    def _start_sum(self, x: torch.Tensor, weight: GpuWeight) -> PendingSum:
+        return self._collectives.start_sum(self.ops.matmul(x, weight))
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's part of the words -> all ranks'; the last one may have fewer."""
@@ -427,56 +471,3 @@ class TritonDecoder:
                 )
             parts.append(result[group.rows])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def attention_groups(step: PackedStep) -> list[AttentionGroup]:
-    """The runs of segments that one kernel serves, from the words of a step without padding."""
-    fields = StepTensors.of(step.words, step.layout)
-    bounds, ends = fields.row_starts.tolist(), fields.ends.tolist()
-    kinds = [_kind(stop - start) for start, stop in pairwise(bounds)]
-    groups = []
-    first = 0
-    for index in range(1, len(kinds) + 1):
-        if index < len(kinds) and kinds[index] == kinds[first]:
-            continue
-        lengths = [stop - start for start, stop in pairwise(bounds[first : index + 1])]
-        groups.append(
-            AttentionGroup(
-                kinds[first],
-                slice(first, index),
-                slice(bounds[first], bounds[index]),
-                max(lengths),
-                max(ends[first:index]),
-            )
-        )
-        first = index
-    return groups
-
-
-def shape_groups(shape: StepShape) -> list[AttentionGroup]:
-    """The one group of a padded step."""
-    kind = _kind(shape.rows_each)
-    assert kind != "prefill", "a prompt's chunk has no shape"
-    everything = slice(0, shape.num_sequences), slice(0, shape.num_rows)
-    return [AttentionGroup(kind, *everything, shape.rows_each, shape.max_length)]
-
-
-def _kind(num_rows: int) -> Literal["decode", "tree", "prefill"]:
-    if num_rows == 1:
-        return "decode"
-    return "tree" if num_rows <= MAX_TREE_ROWS else "prefill"
-
-
-def _layout(shape: StepShape, block_size: int) -> StepLayout:
-    """All rows may want logits."""
-    width = -(-shape.max_length // block_size)
-    return StepLayout(shape.num_rows, shape.num_sequences, shape.num_rows, width)
-
-
-def _fill(target: torch.Tensor, words: torch.Tensor) -> None:
-    target.copy_(words, non_blocking=True)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -303,7 +303,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
     "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is
     kept (None: the user's cache directory). ``tensor_parallel`` is how many GPUs of this machine
-    share one model, each with a process of its own.
+    share one model, each with a process of its own; steps of ``overlap_rows`` rows and more (0:
+    none) are computed in two halves, so that their sums over the GPUs overlap with computing.
+    ``overlap_steps``: on a GPU the next step is planned and launched while one runs; the tokens are
+    then known one step later. ``torch_compile``: what a GPU step leaves to torch is compiled.
 
     ``speculation`` says who drafts: "off" nobody; "auto" the draft head that comes with this
     package for the model, if there is one; "ngram" what stood in the text before; else the path of
@@ -341,6 +344,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     attention_window: int | None = None
     attention_sinks: int = 64
+    overlap_rows: int = 512
+    overlap_steps: bool = True
+    torch_compile: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -357,6 +363,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"attention_window must be at least 16, got {recent}")
             if self.speculation != "off":
                 raise ValueError("attention_window needs speculation to be off")
+        if self.overlap_rows < 0:
+            raise ValueError(f"overlap_rows must be at least 0, got {self.overlap_rows}")
         if self.max_context is not None and self.max_context < 2:
             raise ValueError(f"max_context must be at least 2, got {self.max_context}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 64:

@@ -7,14 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from kernels import BackendName, select_backend
 from kernels.gpu import is_interpreted, load_ops, measuring, unavailable_reason
 from kernels.native import Library, NativeUnavailableError, load
-from llm_core.batch import ForwardBatch, ForwardResult
+from llm_core.batch import ForwardBatch, ForwardResult, Launched
 from llm_core.config import ModelConfig
 from llm_core.cuda_cache import GpuKvCache
 from llm_core.cuda_graphs import CudaCapture
@@ -30,8 +30,11 @@ from llm_core.parallel.shards import ShardedWeights, shard_config
 from llm_core.parallel.steps import LeadModel
 from llm_core.quant.formats import Weight
 from llm_core.quant.linear import choose_formats
+from llm_core.torch_parts import TorchParts
 
 logger = logging.getLogger("llm_core.model_choice")
+
+_FLOAT8_CAPABILITY = (8, 9)  # Ada: Triton converts e4m3 from there on
 
 
 class Model(Protocol):
@@ -46,11 +49,24 @@ class Model(Protocol):
         what the final norm makes of the last. Set once, before the first batch that wants them."""
 
 
+@runtime_checkable
+class TokenChooser(Model, Protocol):
+    """A model that chooses tokens where it computes, and does not make the host wait."""
+
+    def launch(self, batch: ForwardBatch, cache: KvCache) -> Launched:
+        """Begins ``forward``; tokens are chosen as ``batch.choices`` says, if it does. The next
+        step may be launched, and blocks be copied, before this one's result is asked for."""
+
+    def choose_below(self, vocab_size: int) -> None:
+        """Words from ``vocab_size`` on are padding and never chosen. Nothing is in flight."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """How to run a model. ``torch_kernels`` are the operations of the torch decoder;
     ``native_cache_dir`` is where the compiled library is kept (None: the user's cache); ``group``
-    are the ranks that share the model, where there are several."""
+    are the ranks that share the model, where there are several; ``overlap_rows`` as in
+    ``TritonDecoder``; ``torch_compile``: what a GPU step leaves to torch is compiled."""
 
     backend: ModelBackend = "torch"
     weight_format: str = "float32"
@@ -58,6 +74,8 @@ class ModelOptions:
     num_threads: int = 1
     native_cache_dir: Path | None = None
     group: RankGroup | None = None
+    overlap_rows: int = 0
+    torch_compile: bool = False
 
 
 def make_model(
@@ -138,6 +156,10 @@ def make_cache(
     is_cuda = decoder.device.type == "cuda"
     if dtype == "auto":
         dtype = "bfloat16" if is_cuda else "float32"
+    try:
+        check_float8("keys and values", dtype, is_cuda=is_cuda)
+    except ValueError as error:
+        raise ModelLoadError(f"kv_dtype: {error}") from error
     cache = GpuKvCache(
         decoder.config, num_blocks, block_size, dtype, device=decoder.device, ops=decoder.ops
     )
@@ -156,12 +178,14 @@ def _make_triton(
     try:
         weight_format = check_format(options.weight_format)
         ops = load_ops("triton")
+        device = _device(is_cuda=is_cuda)
+        parts = TorchParts(device if options.torch_compile else None)
+        check_float8("weights", weight_format, is_cuda=is_cuda)
     except (ValueError, ImportError) as error:
         raise ModelLoadError(f"the Triton kernels cannot run the model: {error}") from error
     if group is not None:
         weights = ShardedWeights(weights, config, rank=group.rank, num_ranks=group.num_ranks)
         config = shard_config(config, group.num_ranks)
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     try:
         decoder = TritonDecoder(
             config,
@@ -173,6 +197,8 @@ def _make_triton(
             weight_format=weight_format,
             capture=CudaCapture() if is_cuda else None,
             collectives=group,
+            overlap_rows=options.overlap_rows,
+            parts=parts,
         )
     except torch.OutOfMemoryError as error:
         raise ModelLoadError(f"the GPU's memory does not hold the weights: {error}") from error
@@ -180,6 +206,22 @@ def _make_triton(
     logger.info("the model runs on %s (%s)", where, decoder.weight_format)
     model = LeadModel(decoder, group) if group is not None and group.rank == 0 else decoder
     return model, decoder.weight_format
+
+
+def _device(*, is_cuda: bool) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def check_float8(what: str, form: str, *, is_cuda: bool) -> None:
+    """Raises ValueError where ``what`` is to be kept as 8-bit floats and the card has none."""
+    if form != "fp8" or not is_cuda:
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability < _FLOAT8_CAPABILITY:
+        raise ValueError(
+            f"{what} are to be fp8, which compute capability {capability[0]}.{capability[1]} does "
+            f"not have: expected {_FLOAT8_CAPABILITY[0]}.{_FLOAT8_CAPABILITY[1]} or higher, or int8"
+        )
 
 
 def default_native_cache_dir() -> Path:

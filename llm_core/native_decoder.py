@@ -180,7 +180,7 @@ class NativeDecoder:
             num_taps=0 if features is None else len(self._taps),
         )
         raise_if_failed(self._functions.pn_forward(self._session, self._cache[1], call))
-        return ForwardResult(logits, features, maxima)
+        return ForwardResult(logits, features, maxima=maxima)
 
     def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 [N, hidden_size]: rows of the output head, as they are packed."""

@@ -11,7 +11,7 @@ import torch
 
 from kernels import BackendName
 from llm_core.attention_window import AttentionWindow
-from llm_core.batch import ForwardBatch, ForwardResult
+from llm_core.batch import ForwardBatch, ForwardResult, Launched
 from llm_core.config import ModelConfig
 from llm_core.cuda_cache import GpuKvCache
 from llm_core.errors import ModelLoadError
@@ -19,7 +19,14 @@ from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
 from llm_core.loading.model_weights import ModelWeights, open_weights
 from llm_core.messages import EngineConfig, KvChoice, ModelBackend
-from llm_core.model_choice import Model, ModelOptions, make_cache, make_model, why_no_gpu
+from llm_core.model_choice import (
+    Model,
+    ModelOptions,
+    TokenChooser,
+    make_cache,
+    make_model,
+    why_no_gpu,
+)
 from llm_core.parallel.group import RankGroup
 from llm_core.parallel.launch import Followers, join
 from llm_core.parallel.steps import follow
@@ -65,13 +72,15 @@ class ModelRunner:
         max_sequences: int = 1,
         is_pool_limit: bool = True,
         group: RankGroup | None = None,
+        overlap_rows: int = 0,
+        torch_compile: bool = False,
         name: str = "in-memory",
     ) -> None:
         """``weights`` as in ``decoder.weight_shapes``; ``weight_format`` as in ``quant.linear``;
         ``backend`` are the kernels of torch's decoder; ``model_backend`` and ``native_cache_dir``
         as in ``EngineConfig``; ``is_pool_limit``: no sequence is longer than the whole pool (one
         that a window slides over may be); ``num_blocks`` None: enough for two sequences of the
-        longest kind; ``group`` are the ranks that share the model.
+        longest kind; ``group``, ``overlap_rows`` and ``torch_compile`` as in ``ModelOptions``.
 
         Raises ModelLoadError when the KV cache cannot fit into the memory that is to hold it, and
         as ``make_model`` does.
@@ -97,6 +106,8 @@ class ModelRunner:
             num_threads=num_threads,
             native_cache_dir=Path(native_cache_dir) if native_cache_dir else None,
             group=group,
+            overlap_rows=overlap_rows,
+            torch_compile=torch_compile,
         )
         with torch.inference_mode():
             self._model, self._weight_format = make_model(
@@ -188,6 +199,8 @@ class ModelRunner:
             model_backend=engine_config.backend,
             native_cache_dir=engine_config.native_cache_dir,
             group=group,
+            overlap_rows=engine_config.overlap_rows,
+            torch_compile=engine_config.torch_compile,
             name=model.name,
         )
 
@@ -221,6 +234,24 @@ class ModelRunner:
         self._check(batch)
         with torch.inference_mode():
             return self._model.forward(batch, self._cache)
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the model does, where it computes: then ``launch`` may be used."""
+        return isinstance(self._model, TokenChooser)
+
+    def choose_below(self, vocab_size: int) -> None:
+        """See ``model_choice.TokenChooser``; only where ``chooses_tokens``."""
+        assert isinstance(self._model, TokenChooser)
+        with torch.inference_mode():
+            self._model.choose_below(vocab_size)
+
+    def launch(self, batch: ForwardBatch) -> Launched:
+        """Begins ``forward``. See ``model_choice.TokenChooser``; only where ``chooses_tokens``."""
+        assert isinstance(self._model, TokenChooser)
+        self._check(batch)
+        with torch.inference_mode():
+            return self._model.launch(batch, self._cache)
 
     def copy_block_rows(self, src_block: int, dst_block: int, num_rows: int) -> None:
         """Copies keys and values of the first ``num_rows`` positions of a block to another one."""

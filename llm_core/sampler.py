@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,17 @@ _BLOCK_LEN = 256
 _WORD = 0xFFFF_FFFF
 _NEVER = np.float32(-np.inf)
 _IN_PIECE = np.arange(MAXIMUM_LEN)
+
+
+class ChunkRow(NamedTuple):
+    """A row's logits float32 [vocab] with their ``maxima`` (see ``batch.ForwardResult``) if these
+    were noted, or the token that was chosen where the logits are; -1: they were unusable."""
+
+    logits: FloatRow | None = None
+    maxima: FloatRow | None = None
+    token_id: int | None = None
+
+
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -70,6 +81,11 @@ class SamplerState:
         """The likeliest token is taken, nothing is drawn."""
         return self.params.temperature < _GREEDY_BELOW or self.params.top_k == 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Logits are used as the model gave them: without penalties and biases."""
+        return self._seen is None and self._counts is None and not len(self._bias_ids)
+
     def observe(self, token_id: int) -> None:
         """Counts a generated token."""
         if self._counts is not None:
@@ -82,7 +98,7 @@ class SamplerState:
 
         Repetition (CTRL) counts prompt and reply, frequency and presence (OpenAI) the reply alone.
         """
-        if self._seen is None and self._counts is None and not len(self._bias_ids):
+        if self.is_plain:
             return row
         row = row.copy()
         if self._seen is not None:

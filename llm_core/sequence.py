@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 from llm_core.messages import Downgrade
 
+UNKNOWN_ID = -1  # stands for a token that a device has chosen and not told yet
+
 
 class TokenSequence:
     """Owns token ids, block table and counts; the scheduler moves it about, its owner appends.
@@ -27,7 +29,7 @@ class TokenSequence:
     instant at which its next token is needed; None: soon, but nobody counts. ``num_dropped``:
     messages that were left out of the prompt because they did not fit; ``num_unseen``: tokens that
     the last computed row does not see, because a window has left them; ``downgrades``: what was
-    given up to be in time.
+    given up to be in time. ``is_expecting``: the last token is chosen, but not known here yet.
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class TokenSequence:
         "deadline_ns",
         "downgrades",
         "generates",
+        "is_expecting",
         "is_open",
         "is_pinned",
         "max_len",
@@ -75,6 +78,7 @@ class TokenSequence:
         self.generates = generates
         self.is_open = is_open
         self.is_pinned = False
+        self.is_expecting = False
         self.salt = salt
         self.priority = priority
         self.arrival_ns = arrival_ns
@@ -104,9 +108,22 @@ class TokenSequence:
 
     def append(self, token_id: int) -> None:
         """Adds a generated token; its own KV is not computed yet."""
-        assert self.remaining_len == 0, "a token follows from a computed sequence only"
+        # What was expected may come when the KV before it was lost to another sequence.
+        assert self.remaining_len == 0 or self.is_expecting, "a token follows from what is computed"
         assert len(self.token_ids) < self.max_len, "no token beyond max_len"
         self.token_ids.append(token_id)
+        self.is_expecting = False
+
+    def expect(self) -> None:
+        """The next token is chosen, but not known here yet: something stands for it, so that the
+        step that computes it can be planned. ``take_back`` and ``append`` follow then."""
+        self.append(UNKNOWN_ID)
+        self.is_expecting = True
+
+    def take_back(self) -> None:
+        """Takes away what stands for the expected token."""
+        assert self.is_expecting and self.token_ids[-1] == UNKNOWN_ID, "nothing stands for a token"
+        self.token_ids.pop()
 
     def replace(self, prompt_ids: Sequence[int]) -> int:
         """Makes a draft's tokens these; returns how many of the first ones stay."""

@@ -41,6 +41,7 @@ class Speculator:
         self._controller = controller
         self._max_context = max_context
         self._clock = clock
+        self._start_ns: int | None = None  # of a step in which streams go on
         self._counts = SpeculationCounts()
 
     @property
@@ -64,6 +65,7 @@ class Speculator:
             for index, chunk in enumerate(plan.chunks)
             if chunk.wants_logits and chunk.length == 1 and chunk.sequence.is_decoding
         }
+        self._start_ns = self._clock() if streams else None
         if not streams:
             return
         situation = Situation(len(streams), plan.num_rows, self._is_patient(plan, streams))
@@ -86,6 +88,11 @@ class Speculator:
         if verifying:
             for counts in self._counts_of(verifying):
                 counts.verify_ns += duration_ns
+
+    def finished(self) -> None:
+        """All of a step is done: what it brought is on its way."""
+        if self._start_ns is not None and self._drafter is not None:
+            self._controller.finished(self._clock() - self._start_ns)
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """What ``accept`` gave for a tree."""

@@ -6,19 +6,25 @@ milliseconds has driven its code out of the caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from llm_core.attention_window import GONE, AttentionWindow
-from llm_core.batch import ForwardBatch, ForwardResult, Segment
+from llm_core.batch import ForwardBatch, ForwardResult, Segment, TokenChoices
 from llm_core.block_tables import BlockTables
-from llm_core.sampler import FloatRow
+from llm_core.sampler import ChunkRow
 from llm_core.scheduler import Chunk, StepPlan
 
 
-def make_batch(plan: StepPlan, tables: BlockTables, *, wants_features: bool) -> ForwardBatch:
+def make_batch(
+    plan: StepPlan,
+    tables: BlockTables,
+    *,
+    wants_features: bool,
+    choices: TokenChoices | None = None,
+) -> ForwardBatch:
     """The rows of all chunks; of a chunk with drafts, all have logits."""
     window, block_size = tables.window, tables.pool.block_size
     token_ids: list[int] = []
@@ -44,6 +50,7 @@ def make_batch(plan: StepPlan, tables: BlockTables, *, wants_features: bool) -> 
         segments=tuple(segments),
         logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
         wants_features=wants_features,
+        choices=choices,
     )
 
 
@@ -67,13 +74,14 @@ def windowed_segments(
         start = stop
 
 
-def logits_by_chunk(
-    plan: StepPlan, result: ForwardResult, vocab_size: int
-) -> Iterator[tuple[Chunk, FloatRow, FloatRow | None]]:
-    """Each chunk with its rows of logits (none, one, or one more than drafts), and of their
-    ``ForwardResult.maxima`` if there are some.
+def rows_by_chunk(
+    plan: StepPlan, result: ForwardResult, vocab_size: int, keeps: Sequence[int] = ()
+) -> Iterator[tuple[Chunk, list[ChunkRow]]]:
+    """Each chunk with its rows of logits or tokens: none, one, or one more than drafts.
 
-    A model's vocabulary may be padded beyond the tokenizer's ``vocab_size``; those are no tokens.
+    Where tokens were chosen, ``keeps`` are the rows whose logits were given out instead. Of these
+    only ``vocab_size`` are words: a model's vocabulary may be padded beyond the tokenizer's (and
+    then the maxima of its logits are not those of words).
     """
     logits = result.logits.numpy()
     maxima = None
@@ -81,10 +89,19 @@ def logits_by_chunk(
         logits = logits[:, :vocab_size]
     elif result.maxima is not None:
         maxima = result.maxima.numpy()
+    if result.tokens is None:
+        rows = [
+            ChunkRow(row, None if maxima is None else maxima[place])
+            for place, row in enumerate(logits)
+        ]
+    else:
+        rows = [ChunkRow(token_id=token_id) for token_id in result.tokens.tolist()]
+        for place, row in enumerate(keeps):
+            rows[row] = ChunkRow(logits[place])
     first = 0
     for chunk in plan.chunks:
         last = first + (1 + len(chunk.tree) if chunk.wants_logits else 0)
-        yield chunk, logits[first:last], None if maxima is None else maxima[first:last]
+        yield chunk, rows[first:last]
         first = last
 
 

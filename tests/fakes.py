@@ -28,6 +28,7 @@ from app.observe.store import TraceStore, Turn
 from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
+from audio.asr_guard import EndMarks
 from audio.tts import SpeechPiece
 from llm_core import (
     Alternative,
@@ -105,6 +106,10 @@ class EnergyVad:
         return (1.0 if rms > 0.01 else 0.0), h, c
 
 
+_A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
+_NO_STOP = EndMarks(-4.0, -6.0, -6.0, -2.0, -3.0, -1.0)
+
+
 class ScriptedRecognizer:
     """Hears the next of ``texts`` in every piece of audio; nothing in silence."""
 
@@ -134,6 +139,7 @@ class ScriptedRecognizer:
             encoder_frames=100,
             num_fallbacks=0,
             took_ms=1.0,
+            end_marks=_A_STOP if text.endswith((".", "?", "!")) else _NO_STOP,
         )
 
 

@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,12 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported
 
 import torch
 import triton
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
+from bench.gpu_compile import check_front_end, compile_on_launch
 from kernels.gpu import (
+    GpuWeight,
     KvPages,
     SamplingInputs,
-    launch,
     load_ops,
     pack_float8,
     pack_int4,
@@ -46,55 +41,6 @@ OPS = load_ops("triton")
 HALF = torch.bfloat16
 NUM_ROWS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 32, 8, 128
 NUM_MULTIPROCESSORS = 132  # of an H200: loops are split as they are there
-
-
-class NoDevice:
-    """What the just-in-time compiler asks of a driver."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-class FrontEndDone(Exception):
-    """The kernel's types and shapes are right; what follows is left out."""
-
-
-def check_front_end(src: Any, target: GPUTarget, options: dict[str, Any], **_: object) -> None:
-    """In place of ``triton.compiler.compile``."""
-    backend = make_backend(target)
-    parsed = backend.parse_options(dict(options))
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    functions = backend.get_codegen_implementation(parsed)
-    src.make_ir(target, parsed, functions, backend.get_module_map(), context)
-    raise FrontEndDone
-
-
-def compile_on_launch(report: Callable[[str, Any], None]) -> None:
-    """From now on a launch compiles its kernel and calls ``report(kernel's name, compiled)``."""
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        try:
-            compiled = run(self, *args, grid=grid, warmup=True, **options)
-        except FrontEndDone:
-            compiled = None
-        report(self.fn.__name__, compiled)
-
-    JITFunction.run = compile_only
 
 
 def launch_row_kernels() -> None:
@@ -140,20 +86,21 @@ def launch_attention(kv_dtype: torch.dtype, *, is_plain: bool) -> None:
     OPS.move_rows(data[None], None if scales is None else scales[None], moved, moved)
 
 
-def launch_matmuls() -> None:
+def launch_matmuls(*, has_float8: bool) -> None:
     num_out, num_in = 256, 4096
     codes = torch.zeros(num_out, num_in, dtype=torch.uint8)
     scale, scales_32, scales_128 = (
         torch.ones(num_out, n) for n in (1, num_in // 32, num_in // 128)
     )
-    weights = (
+    weights: list[GpuWeight] = [
         pack_int4(codes, scales_128, None, 128),
         pack_int4(codes, scales_32, scales_32, 32),
         pack_int8(codes.view(torch.int8), scale[:, 0]),
         pack_int8(codes, scales_32, None, 32),
-        pack_float8(codes.to(torch.float8_e4m3fn), scale[:, 0]),
         codes.to(HALF),
-    )
+    ]
+    if has_float8:
+        weights.append(pack_float8(codes.to(torch.float8_e4m3fn), scale[:, 0]))
     for weight in weights:
         for num_rows in (1, 300):
             OPS.matmul(torch.zeros(num_rows, num_in, dtype=HALF), weight)
@@ -171,11 +118,12 @@ def launch_sampling() -> None:
 def launch_all(capability: int) -> None:
     launch_row_kernels()
     kv_dtypes = [HALF, torch.int8]
-    if capability >= 89:  # the first with 8-bit floats
+    has_float8 = capability >= 89
+    if has_float8:
         kv_dtypes.append(torch.float8_e4m3fn)
     for index, kv_dtype in enumerate(kv_dtypes):
         launch_attention(kv_dtype, is_plain=index == 0)
-    launch_matmuls()
+    launch_matmuls(has_float8=has_float8)
     launch_sampling()
 
 
@@ -212,14 +160,12 @@ def main() -> None:
     parser.add_argument("--front-end", action="store_true")
     parser.add_argument("--capability", type=int, default=90)
     options = parser.parse_args()
-    driver.set_active(NoDevice(options.capability))
-    launch.num_multiprocessors = lambda device: NUM_MULTIPROCESSORS
     if options.front_end:
         triton.compiler.compile = check_front_end
     else:
         print("| kernel | warps | registers | stack | shared bytes | wgmma | mma | cp.async |")
         print("|---|---|---|---|---|---|---|---|")
-    compile_on_launch(report_row)
+    compile_on_launch(options.capability, NUM_MULTIPROCESSORS, report_row)
     launch_all(options.capability)
 
 

@@ -12,7 +12,7 @@ from kernels import gpu
 from llm_core import model_choice
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig, ModelBackend
-from llm_core.model_choice import why_no_gpu
+from llm_core.model_choice import check_float8, why_no_gpu
 from llm_core.parallel.launch import Followers
 from llm_core.runner import ModelRunner
 from tests.random_llama import random_weights, tiny_config
@@ -46,7 +46,9 @@ def test_a_gpu_that_is_insisted_on_and_not_there_is_an_error() -> None:
         make("triton")
 
 
-def test_an_old_card_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_card_is_as_good_as_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
@@ -54,13 +56,22 @@ def test_an_old_card_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None
     assert reason is not None and "Tesla T4 has compute capability 7.5" in reason
     with pytest.raises(ModelLoadError, match="Tesla T4"):
         why_no_gpu("triton")
+    with caplog.at_level(logging.INFO, "llm_core.model_choice"):
+        make("auto", weight_format="float32")
+    assert len(caplog.messages) == 1 and "capability 7.5, expected 8.0" in caplog.messages[0]
 
 
-def test_a_machine_without_triton_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_triton_runs_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     assert why_no_gpu("auto") == "triton is not installed"
+    with caplog.at_level(logging.INFO, "llm_core.model_choice"):
+        assert not make("auto", weight_format="float32").chooses_tokens
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].endswith("; triton is not installed")
 
 
 def test_the_interpreter_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +107,22 @@ def test_what_only_a_gpu_can_do_is_refused_elsewhere(tmp_path: Path) -> None:
         ModelRunner.load(EngineConfig(model_path=path, tensor_parallel=2))
     with pytest.raises(ModelLoadError, match="tensor_parallel is 2, but backend torch"):
         ModelRunner.load(EngineConfig(model_path=path, tensor_parallel=2, backend="torch"))
+    with pytest.raises(ValueError, match="overlap_rows must be at least 0"):
+        EngineConfig(model_path=path, overlap_rows=-1)
     with pytest.raises(ValueError, match="tensor_parallel must be at least 1"):
         EngineConfig(model_path=path, tensor_parallel=0)
+
+
+def test_cards_without_8_bit_floats_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(
+        ValueError, match=r"fp8, which compute capability 8\.0 does not have: expec"
+    ):
+        check_float8("weights", "fp8", is_cuda=True)
+    for form, is_cuda in (("int8", True), ("fp8", False)):
+        check_float8("weights", form, is_cuda=is_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    check_float8("weights", "fp8", is_cuda=True)
 
 
 def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_a_model_writes_conversations(tiny: Path) -> None:
                 runner,
                 opened.tokenizer,
                 opened.template,
-                num_conversations=18,
+                num_conversations=40,
                 length=60,
                 seed=seed,
                 on_progress=lambda done, total: None,
@@ -272,9 +272,9 @@ def test_a_model_writes_conversations(tiny: Path) -> None:
         ]
         assert opened.tokenizer.decode(glue.opening) == "user\n"
         assert opened.tokenizer.decode(glue.to_assistant) == "\nassistant\n"
-    assert written[0].shape == (18, 60)
+    assert written[0].shape == (40, 60)
     assert torch.equal(written[0], written[1]) and not torch.equal(written[0], written[2])
-    assert written[0][:, : len(glue.opening)].tolist() == [glue.opening] * 18
+    assert written[0][:, : len(glue.opening)].tolist() == [glue.opening] * 40
     num_ends = 0
     for row in written[0].tolist():
         following = [glue.to_assistant, glue.to_user]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
+from llm_core.engine import Engine
 from llm_core.messages import RequestOptions, SamplingParams
 from llm_core.runner import ModelRunner
+from llm_core.sequence import TokenSequence
 from llm_core.speculative.control import FixedController
 from llm_core.speculative.draft_head import HeadBatch
 from llm_core.speculative.drafter import DraftRequest, DraftShape
@@ -18,24 +21,36 @@ from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.tree import DraftTree
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, tiny_config
-from tests.test_engine import assert_nothing_left, drain, make_engine, submit, user
+from tests.test_engine import (
+    assert_nothing_left,
+    drain,
+    make_engine,
+    prompt_of,
+    submit,
+    user,
+)
 from tests.tiny_model import TOKENS
 
 CONFIG = tiny_config(vocab_size=len(TOKENS), context_len=160, hidden_size=32, num_heads=2)
 DEPTH = 3
 
 
+Text = tuple[int, ...]
+
+
 class Recorder(EagleDrafter):
-    """Remembers the tokens that it was asked to continue, and how."""
+    """Remembers the tokens that it was asked to continue, how, and how many of them the sequence
+    had found cached."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         trees = super().propose(requests)
         for request, tree in zip(requests, trees, strict=True):
-            seen.append((tuple(request.sequence.token_ids), tree))
+            sequence = request.sequence
+            seen.append((tuple(sequence.token_ids), tree, sequence.cached_len))
         return trees
 
 
-seen: list[tuple[tuple[int, ...], DraftTree]] = []
+seen: list[tuple[Text, DraftTree, int]] = []
 
 
 def make_head() -> EagleHead:
@@ -44,8 +59,9 @@ def make_head() -> EagleHead:
     return EagleHead(shape, head_tensors(shape), target, max_context=160)
 
 
-def drafted_anew(tokens: tuple[int, ...], count: int) -> list[int]:
-    """A chain from pairs (features of i, token i + 1) of the whole text, in empty caches."""
+def drafted_anew(tokens: Text, count: int, stale: tuple[int, int] | None = None) -> list[int]:
+    """A chain from pairs (features of i, token i + 1) of the whole text, in empty caches.
+    ``stale`` (place, token): the row before ``place`` was read with that token behind it."""
     runner, head = ModelRunner(CONFIG, random_weights(CONFIG)), make_head()
     runner.set_feature_layers(head.feature_layers)
     num_pairs = len(tokens) - 1
@@ -57,7 +73,9 @@ def drafted_anew(tokens: tuple[int, ...], count: int) -> list[int]:
     states = runner.forward(batch).features
     assert states is not None
     cache = head.make_cache(10, 16)
-    rows, start, is_real = ids[1:], 0, True
+    rows, start, is_real = ids[1:].clone(), 0, True
+    if stale is not None:
+        rows[stale[0] - 1] = stale[1]
     drafts: list[int] = []
     for _ in range(count):
         segment = Segment(table, start, len(rows))
@@ -92,6 +110,109 @@ def test_drafts_follow_from_real_features_of_all_that_was_said(block_size: int) 
     list(drain(engine))
     assert_nothing_left(engine)
     assert len(seen) > 12
-    for tokens, tree in seen[:: len(seen) // 10]:
+    for tokens, tree, _ in seen[:: len(seen) // 10]:
         assert 0 < len(tree) <= DEPTH
         assert list(tree.token_ids) == drafted_anew(tokens, len(tree)), len(tokens)
+
+
+def recording(**options: Any) -> Engine:
+    """An engine whose drafts are recorded, the head's state real."""
+    seen.clear()
+    num_blocks = options.pop("num_blocks", 80)
+    runner = ModelRunner(CONFIG, random_weights(CONFIG), num_blocks=num_blocks, block_size=4)
+    drafter = Recorder(
+        make_head(), num_blocks=num_blocks, block_size=4, max_sequences=options["max_sequences"]
+    )
+    engine = make_engine(runner, **options)
+    engine.speculate(drafter, FixedController(DraftShape(DEPTH, DEPTH)))
+    return engine
+
+
+def assert_drafts_follow(others: Sequence[Text], most: int = 14) -> int:
+    """What was recorded is what the whole text gives; where it began with cached blocks, the last
+    of these may have been read with the token that followed there, in one of ``others``. Returns
+    how many needed that."""
+    assert len(seen) > 8
+    num_stale = 0
+    for tokens, tree, cached_len in seen[:: -(-len(seen) // most)]:
+        drafts, count = list(tree.token_ids), len(tree)
+        assert count > 0
+        if drafts == drafted_anew(tokens, count):
+            continue
+        num_stale += 1
+        before = {
+            t[cached_len]
+            for t in others
+            if t[:cached_len] == tokens[:cached_len] and t[cached_len:]
+        }
+        assert cached_len > 0 and any(
+            drafts == drafted_anew(tokens, count, (cached_len, token)) for token in before
+        ), (len(tokens), cached_len)
+    return num_stale
+
+
+def said(engine: Engine, number: int, text: str, num_tokens: int) -> Text:
+    """All tokens of a reply, its prompt's too."""
+    submit(engine, number, text, max_tokens=num_tokens, ignore_eos=True)
+    sequence = engine._requests[number].sequence
+    list(drain(engine))
+    return tuple(sequence.token_ids)
+
+
+def test_a_text_that_begins_with_cached_blocks_has_the_heads_keys_too() -> None:
+    """A second turn goes on from the first; a third from the middle of it (a barge-in)."""
+    engine = recording(max_sequences=2)
+    first = said(engine, 1, "hello hello tell me", 14)
+    again = prompt_of("hello hello tell me")
+    assert first[: len(again)] == tuple(again)
+    for number, kept in ((2, len(first) - 1), (3, len(again) + 7), (4, len(again) + 4)):
+        seen.clear()
+        request = first[:kept] + tuple(prompt_of("x"))
+        sequence = submit_tokens(engine, number, request)
+        list(drain(engine))
+        assert sequence.cached_len >= kept - 1
+        assert_drafts_follow([first, tuple(sequence.token_ids)])
+    assert_nothing_left(engine)
+
+
+def submit_tokens(engine: Engine, number: int, tokens: Text) -> TokenSequence:
+    """A reply to exactly these tokens."""
+    submit(engine, number, "x", max_tokens=14, ignore_eos=True)
+    sequence = engine._requests[number].sequence
+    sequence.token_ids[:] = tokens
+    sequence.prompt_len, sequence.max_len = len(tokens), len(tokens) + 14
+    return sequence
+
+
+def test_drafts_after_preemption() -> None:
+    """Whoever loses its blocks reads its text again, from what is cached or anew."""
+    engine = recording(max_sequences=3, num_blocks=22)
+    sequences = []
+    for number, text in enumerate(("hello", "tell me what the user is", "the end")):
+        submit(engine, number, text, max_tokens=18, ignore_eos=True)
+        sequences.append(engine._requests[number].sequence)
+    list(drain(engine))
+    assert engine.stats().total_preempted > 0
+    assert_drafts_follow([tuple(s.token_ids) for s in sequences], most=20)
+    assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 5])
+def test_drafts_beside_and_after_an_abort(num_steps: int) -> None:
+    """One reply is given up after some steps: the other drafts on, and who goes on from what the
+    first had said finds its keys."""
+    engine = recording(max_sequences=2)
+    submit(engine, 1, "hello hello", max_tokens=30, ignore_eos=True)
+    submit(engine, 2, "tell me", max_tokens=12, ignore_eos=True)
+    given_up, other = (engine._requests[number].sequence for number in (1, 2))
+    for _ in range(num_steps + 3):
+        engine.step()
+    engine.abort(1)
+    engine.scheduler.check()
+    list(drain(engine))
+    sequence = submit_tokens(engine, 3, tuple(given_up.token_ids[:-1]))
+    list(drain(engine))
+    assert sequence.cached_len > 0
+    texts = [tuple(s.token_ids) for s in (given_up, other, sequence)]
+    assert_drafts_follow(texts, most=10)
+    assert_nothing_left(engine)

@@ -50,6 +50,8 @@ class FakeRunner:
     rows that are missing, stale or of another sequence fail; its logits follow from all tokens of
     the prefix."""
 
+    chooses_tokens = False
+
     def __init__(
         self,
         choose: Choose | None = None,

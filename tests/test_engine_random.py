@@ -37,6 +37,7 @@ from llm_core.speculative.drafter import Drafter, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.ngram import NgramDrafter
+from tests.fake_device import make_late
 from tests.fake_drafter import GuessingDrafter
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, run_chunk, tiny_config
@@ -52,12 +53,15 @@ WORDS = ("hello", "what", "the end", "x", "in the user", "hello hello", "tell me
 
 
 @cache
-def runners() -> tuple[ModelRunner, ModelRunner]:
-    """The one under test, with a pool of 16 small blocks, and one for whoever is alone."""
+def runners() -> tuple[ModelRunner, ModelRunner, ModelRunner]:
+    """The one under test, with a pool of 16 small blocks; one for whoever is alone; and one as the
+    first whose tokens are known late."""
     config = tiny_config(vocab_size=len(TOKENS), context_len=150, hidden_size=32, num_heads=2)
     weights = random_weights(config)
     crowded = ModelRunner(config, weights, num_blocks=16, block_size=8)
-    return crowded, ModelRunner(config, weights, num_blocks=20, block_size=8)
+    late = ModelRunner(config, weights, num_blocks=16, block_size=8)
+    make_late(late)
+    return crowded, ModelRunner(config, weights, num_blocks=20, block_size=8), late
 
 
 @cache
@@ -128,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_sequences=st.integers(2, 5),
         prompt_budget=st.integers(3, 40),
         mixed_budget=st.integers(2, 20),
-        drafter=st.sampled_from((None, "ngram", "eagle", "eagle", "guessing")),
+        drafter=st.sampled_from((None, "late", "ngram", "eagle", "eagle", "guessing")),
         width=st.sampled_from((1, 3)),
     )
     def start(
@@ -143,16 +147,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.now_ns = 0
         template = ChatTemplate(TEMPLATE, control_tokens=CONTROL)
         self.engine = Engine(
-            runners()[0],
+            runners()[2 if drafter == "late" else 0],
             tiny_tokenizer(),
             template,
             max_sequences=max_sequences,
             max_waiting=6,
             policy=policy,
             window=self.window,
+            overlap_steps=drafter == "late",
             clock=lambda: self.now_ns,
         )
-        if drafter is not None and self.window is None:
+        if drafter is not None and drafter != "late" and self.window is None:
             shape = DraftShape(max_drafts=6, max_depth=4, width=width)
             self.engine.speculate(make_drafter(drafter), FixedController(shape))
         self.engine.scheduler.prompt_budget = prompt_budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,22 +45,25 @@ class _Told:
     def __init__(self, backend: ModelBackend) -> None:
         runner = ModelRunner(MODEL, random_weights(MODEL, 5), model_backend=backend, num_blocks=16)
         template = ChatTemplate(TEMPLATE, control_tokens=CONTROL)
-        self.engine = Engine(runner, tiny_tokenizer(), template)
+        self.engine = Engine(runner, tiny_tokenizer(), template, overlap_steps=True)
         self.engine.scheduler.mixed_budget = 12  # a long prompt is read beside the others' tokens
         self.texts: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.done: dict[int, str] = {}
         self.batches: list[tuple[int, ...]] = []
-        forward = runner.forward
+        self.logit_rows = 0
+        name = "launch" if runner.chooses_tokens else "forward"
+        compute = getattr(runner, name)
 
         def watched(batch: ForwardBatch) -> object:
             self.batches.append(tuple(segment.length for segment in batch.segments))
-            return forward(batch)
+            self.logit_rows += 0 if batch.choices is None else len(batch.choices.keeps)
+            return compute(batch)
 
-        runner.forward = watched  # type: ignore[assignment, method-assign]
+        setattr(runner, name, watched)
 
-    def ask(self, request_id: int, text: str, max_tokens: int) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    def ask(self, request_id: int, text: str, max_tokens: int, **more: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)
         self.engine.submit(request_id, [ChatMessage("user", text)], params, received_ns=0)
 
     def step(self, until: Callable[[], bool]) -> None:
@@ -80,7 +84,8 @@ def conversation(backend: ModelBackend) -> _Told:
     told = _Told(backend)
     told.ask(1, "the user is in hell, in hell", 5)
     told.step(lambda: 1 in told.cached)
-    told.ask(2, "the user is in hell, in hell, hello?", 3)  # begins as the first
+    # begins as the first, and is drawn
+    told.ask(2, "the user is in hell, in hell, hello?", 3, temperature=0.9, top_k=40, seed=11)
     told.ask(3, "hello the", 20)
     told.step(lambda: len(told.cached) == 3)
     told.engine.abort(3)
@@ -96,7 +101,7 @@ def test_the_engine_says_what_it_says_on_torch() -> None:
     assert triton.texts[1] and triton.texts[2]
     assert triton.done == plain.done == {1: "length", 2: "length"}
     assert triton.cached == plain.cached and triton.cached[2] >= 16, "a block was reused"
-    assert triton.batches == plain.batches
+    assert triton.logit_rows == 0, "tokens leave the device, and no logits do"
     assert any(1 in batch and 12 in batch for batch in triton.batches), "a chunk beside a token"
 
 
@@ -104,7 +109,13 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     """Greedy tokens, then a tree's logits and features, after copies and moves in both caches."""
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     shared = ModelRunner.load(
-        EngineConfig(model_path=path, backend="triton", tensor_parallel=2, kv_cache_tokens=64)
+        EngineConfig(
+            model_path=path,
+            backend="triton",
+            tensor_parallel=2,
+            overlap_rows=2,  # halves, from the first step that has any
+            kv_cache_tokens=64,
+        )
     )
     plain = EngineConfig(model_path=path, backend="torch", kv_cache_tokens=64)
     alone = ModelRunner.load(plain, weight_format="float32")

@@ -21,7 +21,7 @@ from llm_core.messages import (
     TextDelta,
     TokenLogprob,
 )
-from llm_core.sampler import FloatRow
+from llm_core.sampler import ChunkRow, FloatRow
 from llm_core.sequence import TokenSequence
 from tests.tiny_model import TOKENS, tiny_tokenizer
 
@@ -50,7 +50,7 @@ def say(generation: Generation, *token_ids: int) -> list[GenerationEvent]:
     """Feed rows that prefer these tokens, until the reply ends."""
     events: list[GenerationEvent] = []
     for number, token_id in enumerate(token_ids):
-        events += generation.advance(row_for(token_id, number))
+        events += generation.advance(ChunkRow(row_for(token_id, number)))
         if generation.is_finished:
             break
         generation._sequence.computed_len += 1
@@ -86,7 +86,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     generation = start(
         temperature=5.0, seed=1, top_p=0.5, presence_penalty=1.0, logprobs=3, logit_bias={71: 90.0}
     )
-    _, (entry,) = text_and_logprobs(generation.advance(row))
+    _, (entry,) = text_and_logprobs(generation.advance(ChunkRow(row)))
     assert entry.token == tiny_tokenizer().token_bytes[71]
     assert entry.logprob == pytest.approx(exact[71], abs=1e-5)
     order = np.argsort(-exact)[:3]

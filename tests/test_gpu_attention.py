@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.gpu import KvPages, load_ops, prefill_attention, split_attention
+from kernels.gpu.ancestors import ancestor_bits_cost
 from kernels.gpu.attention_parts import attention_cost
 from kernels.gpu.tuning import TUNER
 from tests.gpu_guard import NUM_CASES_FACTOR, Guards, assert_close, fresh_rng, guarded
@@ -27,18 +28,19 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
 ]
 HEAD_DIMS = (64, 80, 96, 128)
-GROUPS = (1, 2, 3, 4, 7, 8, 9)
+MAX_GROUP = 9  # query heads of a key/value head
 
 
 def draw_case(
-    rng: random.Random, guards: Guards, index: int, num_blocks: int
+    rng: random.Random, guards: Guards, index: int, first_group: int, num_blocks: int = 64
 ) -> tuple[KvPages, int, torch.dtype, dict[str, Any]]:
-    """(pages, number of query heads, dtype of activations, options): each list is gone through."""
+    """(pages, number of query heads, dtype of activations, options). Dtypes and head dimensions are
+    gone through in each test, and groups from ``first_group`` on: in all tests together, all."""
     dtype, kv_dtype = DTYPES[index % len(DTYPES)]
     num_kv_heads = rng.choice((1, 1, 2))
-    group = rng.choice(GROUPS)
+    group = (first_group + index) % MAX_GROUP + 1
     shape = (num_blocks, rng.choice((16, 16, 32, 8)))
-    pages = make_pages(guards, num_kv_heads, rng.choice(HEAD_DIMS), shape, kv_dtype)
+    pages = make_pages(guards, num_kv_heads, HEAD_DIMS[index % len(HEAD_DIMS)], shape, kv_dtype)
     options = {
         "scale": rng.uniform(0.5, 1.5) * pages.head_dim**-0.5,
         "softcap": rng.choice((None, None, 2.0)),
@@ -58,7 +60,7 @@ def lengths_of(rng: random.Random, block_size: int, num_sequences: int) -> list[
 def test_decode(index: int) -> None:
     rng = fresh_rng()
     with guarded() as guards:
-        pages, num_heads, dtype, options = draw_case(rng, guards, index, num_blocks=64)
+        pages, num_heads, dtype, options = draw_case(rng, guards, index, 0)
         lengths = lengths_of(rng, pages.block_size, 2)
         lengths.insert(rng.randint(0, 2), 0)  # fills up a bucket
         starts = [max(length - 1, 0) for length in lengths]
@@ -91,7 +93,7 @@ def test_decode_over_a_long_context_is_split() -> None:
 def test_prefill(index: int) -> None:
     rng = fresh_rng()
     with guarded() as guards:
-        pages, num_heads, dtype, options = draw_case(rng, guards, index, num_blocks=64)
+        pages, num_heads, dtype, options = draw_case(rng, guards, index, 3)
         lengths = [rng.choice((1, 2, 17, rng.randint(1, 40))) for _ in range(2)]
         lengths.insert(rng.randint(0, 2), 0)
         starts = [rng.choice((0, pages.block_size, rng.randint(1, 100))) for _ in lengths]
@@ -111,7 +113,7 @@ def test_prefill(index: int) -> None:
 def test_tree(index: int) -> None:
     rng = fresh_rng()
     with guarded() as guards:
-        pages, num_heads, dtype, options = draw_case(rng, guards, index, num_blocks=64)
+        pages, num_heads, dtype, options = draw_case(rng, guards, index, 6)
         lengths = [rng.choice((1, 2, 4)), rng.choice((1, 3, 5))]
         lengths.insert(rng.randint(0, 2), 0)
         starts = [n - 1 for n in lengths_of(rng, pages.block_size, 3)]
@@ -194,14 +196,15 @@ def test_every_launch_configuration_gives_the_same() -> None:
         query = guards.wrap(torch.randn(22, 3, 64))
         call = (query, pages, ragged.block_tables, ragged.query_starts, ragged.starts)
         expected = ORACLE.prefill_attention(*call, max_query_len=22, scale=0.1)
-        for config in (*prefill_attention.CONFIGS, *prefill_attention.SMALL_CONFIGS):
+        configs = (*prefill_attention.CONFIGS, *prefill_attention.SMALL_CONFIGS)
+        for config in (*configs, *prefill_attention.SMALLER):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(TUNER, "choose", lambda *_, config=config: config)
                 found = TRITON.prefill_attention(*call, max_query_len=22, scale=0.1)
             assert_close(found, expected, torch.float32)
         lengths = guards.wrap(torch.tensor([112], dtype=torch.int32))
         decode = (query[-1:], pages, ragged.block_tables, lengths)
-        for config in split_attention.CONFIGS:
+        for config in (*split_attention.CONFIGS, *split_attention.SMALLER):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(TUNER, "choose", lambda *_, config=config: config)
                 found = TRITON.decode_attention(*decode, max_length=112, scale=0.1)
@@ -229,3 +232,4 @@ def test_cost_counts_what_is_read() -> None:
     cost = attention_cost(torch.zeros(3, 6, 64), pages, num_keys=20, num_pairs=50)
     assert cost.num_bytes == 20 * 4 * (64 + 4) + 2 * 3 * 6 * 64 * 4
     assert cost.num_flops == 50 * 6 * 64 * 2 * 2
+    assert ancestor_bits_cost(torch.zeros(9, dtype=torch.int32), 33).num_bytes == 9 * 4 + 9 * 8

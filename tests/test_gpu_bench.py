@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from bench import gpu
+from bench.gpu_parts import Bench, DeviceLostError
+from kernels.gpu import load_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,12 +28,135 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["errors"] == []
     assert set(found) == {
-        *("machine", "ceilings", "decoder", "kernels", "bf16", "int4", "fp8", "errors")
+        *("machine", "ceilings", "decoder", "kernels", "bf16", "int4", "fp8", "errors"),
+        *("goals", "compiled_ahead"),
     }
+    assert found["compiled_ahead"] == [0], "a step of a model without memory"
     assert len(found["kernels"]) == 27 and all(row["ok"] for row in found["kernels"])
     assert all(error < 1e-4 for error in found["decoder"].values())
     for form in ("bf16", "int4", "fp8"):
-        assert len(found[form]["decode"]) == 2
+        assert len(found[form]["decode"]) == (2 if form == "bf16" else 1)
         assert found[form]["weights"] == {"bf16": "bfloat16"}.get(form, form)
         assert all(row["step_ms"] > 0 for row in found[form]["decode"])
     assert len(found["bf16"]["verify"]) == 2 and len(found["bf16"]["prefill"]) == 1
+    assert found["goals"][0]["met"] is not None, "compared, if not met"
+    assert "share of the memory floor" in done.stdout
+
+
+def options(folder: Path, **changes: Any) -> Namespace:
+    given = {"minutes": 8.0, "json": folder / "all.json", "smoke": True, "only": None}
+    return Namespace(**{**given, **changes})
+
+
+def parts_with(folder: Path, script: str, **changes: Any) -> gpu.Parts:
+    """Parts whose processes run ``script`` instead; ``path`` is where they write, ``arguments``
+    what they were told."""
+    head = "import json, sys\narguments = sys.argv[1:]\n"
+    head += "path = arguments[arguments.index('--json') + 1]\n"
+    program = folder / "part.py"
+    program.write_text(head + script)
+    parts = gpu.Parts(options(folder, **changes), folder)
+    parts.program = program
+    return parts
+
+
+def test_a_part_that_crashes_keeps_what_it_found(tmp_path: Path) -> None:
+    crash = """
+import os
+found = {"bf16": {"decode": [{"batch": 8}]}, "errors": [{"where": "x", "error": "bad"}]}
+json.dump(found, open(path, "w"))
+os.abort()
+"""
+    parts = parts_with(tmp_path, crash)
+    parts.run("bf16")
+    assert parts.found["bf16"] == {"decode": [{"batch": 8}]}
+    assert [error["error"] for error in parts.errors] == [
+        "bad",
+        "its process ended with status -6",
+    ]
+    kept = json.loads((tmp_path / "all.json").read_text())
+    assert kept["bf16"] == parts.found["bf16"] and len(kept["errors"]) == 2
+
+
+def test_a_part_that_leaves_nothing_is_said(tmp_path: Path) -> None:
+    parts = parts_with(tmp_path, "sys.exit(3)")
+    parts.run("fp8")
+    assert "it left nothing" in parts.errors[0]["error"]
+    assert parts.errors[1]["error"] == "its process ended with status 3"
+
+
+def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
+    hang = """
+import time
+json.dump({"int4": {"decode": []}, "errors": []}, open(path, "w"))
+time.sleep(600)
+"""
+    parts = parts_with(tmp_path, hang, smoke=False)
+    parts.limits = {"int4": (0.5, 0.1)}
+    parts.grace_s = 1.0
+    parts.run("int4")
+    assert parts.found["int4"] == {"decode": []}
+    assert [error["error"] for error in parts.errors] == ["ended after 2 s: it hung, or was slow"]
+
+
+def test_kernels_go_on_behind_the_case_that_lost_the_device(tmp_path: Path) -> None:
+    """Case 2 ends its process each time it is tried; so does case 4."""
+    fragile = """
+first = int(arguments[arguments.index("--skip-cases") + 1])
+rows = []
+for case in range(first, 6):
+    ok = case not in (2, 4)
+    rows.append({"case": case, "kernel": str(case), "ok": ok})
+    if not ok:
+        break
+json.dump({"kernels": rows, "errors": []}, open(path, "w"))
+sys.exit(0 if ok else 4)
+"""
+    parts = parts_with(tmp_path, fragile)
+    parts.run("kernels")
+    assert [(row["case"], row["ok"]) for row in parts.found["kernels"]] == [
+        *((0, True), (1, True), (2, False), (3, True), (4, False), (5, True))
+    ]
+    assert len(parts.errors) == 2
+
+
+def test_what_no_time_is_left_for_is_said(tmp_path: Path) -> None:
+    parts = parts_with(tmp_path, "sys.exit(3)", smoke=False, minutes=0.3)
+    parts.run("fp8")
+    assert "left out" in parts.errors[0]["error"]
+
+
+def test_goals_are_compared() -> None:
+    decode = {"batch": 1, "share_of_floor": 0.7, "overlapped_share_of_floor": 0.76}
+    kernel = {"bound": "memory", "share_of_floor": 0.5, "mb": 100.0, "kernel": "k"}
+    found = {
+        "bf16": {"decode": [decode], "verify": [{"rows": 8, "times_one_row": 1.2}]},
+        "kernels": [kernel, {**kernel, "bound": "arithmetic"}, {**kernel, "mb": 1.0}],
+    }
+    rows = gpu.goals(found)
+    assert [row["met"] for row in rows] == [True, None, False, None, False, False]
+    lines = list(gpu.table(rows))
+    assert lines[1].endswith("0.760 met") and lines[2].endswith("not measured")
+    assert lines[3].endswith("1.200 MISSED") and "too small to count" in lines[-1]
+
+
+def test_a_failing_piece_is_noted_and_a_lost_device_ends_the_process(tmp_path: Path) -> None:
+    bench = Bench(*(True, 0.0, tmp_path / "part.json", load_ops("oracle"), torch.device("cpu")))
+
+    def bad() -> None:
+        raise ValueError("no such luck")
+
+    bench.attempt("a piece", bad)
+    (error,) = json.loads((tmp_path / "part.json").read_text())["errors"]
+    assert error["error"] == "ValueError: no such luck" and "in bad" in error["traceback"]
+    bench.is_smoke = False
+    bench.attempt("late", bad)
+    assert "left out" in bench.errors[1]["error"]
+    bench.is_smoke = True
+    bench.wait = lambda: bad_device()  # type: ignore[method-assign]
+    with pytest.raises(DeviceLostError):
+        bench.attempt("next", bad)
+
+
+def bad_device() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")

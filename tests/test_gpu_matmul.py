@@ -111,10 +111,12 @@ def test_every_launch_configuration_gives_the_same(name: str) -> None:
     with guarded() as guards:
         weight = draw_weight(rng, guards, name, torch.float32, 40, 192)
         x = guards.wrap(torch.randn(65, 192))
-        few = matmul_few.INT4_CONFIGS if name.startswith("int4") else matmul_few.CONFIGS
+        few = (*matmul_few.CONFIGS, *matmul_few.SMALLER)
+        if name.startswith("int4"):
+            few = (*matmul_few.INT4_CONFIGS, *matmul_few.INT4_SMALLER)
         cases = [(2, config) for config in few]
         if name != "plain":
-            cases += [(65, config) for config in matmul_many.CONFIGS]
+            cases += [(65, config) for config in (*matmul_many.CONFIGS, *matmul_many.SMALLER)]
         for num_rows, config in cases:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(TUNER, "choose", lambda *_, config=config: config)

@@ -127,7 +127,10 @@ def test_unusable_rows() -> None:
 
 def test_the_engines_sampler_draws_the_same() -> None:
     rng = fresh_rng()
-    settings = [PLAIN, (0.7, 40, 1.0, 0.0), (0.9, 0, 0.95, 0.0), (1.2, 50, 0.9, 0.05)]
+    settings = 3 * [
+        *(PLAIN, (0.7, 40, 1.0, 0.0), (0.9, 0, 0.95, 0.0), (1.2, 50, 0.9, 0.05)),
+        *((0.5, 3, 1.0, 0.0), (1.5, 0, 0.3, 0.0), (1.0, 0, 1.0, 0.1)),
+    ]
     with guarded() as guards:
         logits = 2 * torch.randn(len(settings), 600)
         inputs = make_inputs(rng, guards, settings)
@@ -139,7 +142,9 @@ def test_the_engines_sampler_draws_the_same() -> None:
         )
         state = sampler.SamplerState(params, (), vocab_size=600)
         token = sampler.sample_row(logits[index].numpy(), state, int(inputs.positions[index]))
-        assert found[index] in {token, *acceptable(logits[index], None, inputs, index)}
+        if found[index] != token:  # at an edge the sums' rounding decides, and only there
+            near = acceptable(logits[index], None, inputs, index)
+            assert len(near) > 1 and {found[index], token} <= near
 
 
 def test_random_numbers_are_the_engines() -> None:

@@ -10,10 +10,13 @@ import pytest
 from app.conversation.listener import RATE, Listener
 from app.conversation.session_config import SessionConfig, TurnDetection
 from audio.codecs import AudioFormat
+from audio.echo import FRAME
+from audio.endpoint import VoiceStarted
 from audio.voice_end import find_voice_end
 from tests.fakes import EnergyVad
 
 START_NS = 5_000_000_000
+PCM16_16K = AudioFormat("pcm16", 16_000)
 
 
 def listener(rate: int) -> Listener:
@@ -78,3 +81,66 @@ def test_the_end_of_a_voice_is_found_to_a_few_milliseconds(phase_ms: int) -> Non
     last_voiced = int(1.1 * RATE)  # the model lets go late
     found = heard.spoken_ns(find_voice_end(heard.take(0), last_voiced))
     assert abs(found - START_NS - end_s * 1e9) < 11_000_000  # levels are taken of 10 ms
+
+
+class Watching(EnergyVad):
+    """Notes all that it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[np.ndarray] = []
+
+    def run(self, window: Any, h: Any, c: Any) -> Any:
+        self.seen.append(window[0, -512:].copy())
+        return super().run(window, h, c)
+
+
+@pytest.mark.parametrize("packet", [320, 333])
+def test_the_detector_sees_every_sample_once_whatever_is_switched_on(packet: int) -> None:
+    """Noise reduction on and off, our own voice sounding and not: positions stay what they are."""
+    vad = Watching()
+    semantic = TurnDetection(kind="semantic_vad")
+    configs = [
+        SessionConfig(
+            "", input_format=PCM16_16K, turn_detection=semantic, noise_reduction=reduction
+        )
+        for reduction in (None, "far_field", None, "near_field", "far_field", None)
+    ]
+    heard = Listener(cast(Any, vad), configs[0], eager_silence_ms=96, max_buffer_s=60)
+    dice = np.random.default_rng(0)
+    signal = dice.normal(0, 0.003, 6 * RATE).astype(np.float32)
+    number = 0
+    for start in range(0, signal.size, packet):
+        if start * len(configs) // signal.size > number:
+            number += 1
+            heard.configure(configs[number])
+        if number in (2, 4) and start % 3 == 0:  # our own voice now and then
+            heard.echo.play(np.zeros(160, np.float32), RATE, heard.position)
+        list(heard.feed(signal[start : start + packet], start))
+        lag = heard.position - heard._vad.num_samples_seen
+        assert 0 <= lag < 256, "less than 16 ms wait"
+    assert heard._vad.num_samples_seen == signal.size // FRAME * FRAME or lag < FRAME
+    seen = np.concatenate(vad.seen)
+    # Without anything to do, it is the input as it came: the first part, to the sample.
+    np.testing.assert_array_equal(seen[: RATE // 2], signal[: RATE // 2])
+
+
+def test_reduced_noise_is_no_voice_and_a_voice_lies_where_it_lay() -> None:
+    def starts(noise_reduction: Any) -> list[int]:
+        config = SessionConfig(
+            "",
+            input_format=PCM16_16K,
+            turn_detection=TurnDetection(kind="server_vad"),
+            noise_reduction=noise_reduction,
+        )
+        heard = Listener(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+        signal = np.random.default_rng(0).normal(0, 0.012, 4 * RATE).astype(np.float32)
+        time_s = np.arange(RATE) / RATE
+        signal[2 * RATE : 3 * RATE] += (0.3 * np.sin(2 * np.pi * 300 * time_s)).astype(np.float32)
+        events = []
+        for start in range(0, signal.size, 320):
+            events += list(heard.feed(signal[start : start + 320], start))
+        return [event.onset_sample for event in events if isinstance(event, VoiceStarted)]
+
+    assert starts(None)[0] < RATE, "loud noise looks like a voice to this detector"
+    reduced = [start for start in starts("far_field") if start > RATE]
+    assert len(reduced) == 1 and abs(reduced[0] - 2 * RATE) <= 512

@@ -254,7 +254,8 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
         for index, length in enumerate((30, 17, 2)):
             params = greedy if index == case % 3 else dice.choice(drawn)
             depth = dice.randint(1, 6)
-            shape = DraftShape(depth, 6, 1, dice.choice([0.0, 0.01, 0.05]))
+            least, followed = dice.choice([0.0, 0.01, 0.05]), dice.choice([0.0, 0.0, 0.03, 0.5])
+            shape = DraftShape(depth, 6, 1, least, followed)
             fractions = () if params is greedy else tuple(dice.random() for _ in range(6))
             tokens = heads.tokens(length + 1, case * 3 + index).tolist()
             sequence = TokenSequence(index, tokens, max_len=100, arrival_ns=0)
@@ -264,9 +265,12 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
             features.append(heads.features(length, case * 3 + index))
         chains = drafts_of(heads.native, heads, requests, features)
         singly = drafts_of(unchained, heads, requests, features)
-        for one, other in zip(chains, singly, strict=True):
+        for one, other, request in zip(chains, singly, requests, strict=True):
             assert one.token_ids == other.token_ids
-            assert one.probabilities == pytest.approx(other.probabilities, rel=1e-4)
+            # What is nearly as likely as the likeliest has a share at 0.001 yet, here or there.
+            is_cold = 0 < request.params.temperature < 0.01
+            rel = 0.01 if is_cold else 1e-4
+            assert one.probabilities == pytest.approx(other.probabilities, rel=rel)
             num_drafts += len(one)
     assert num_drafts > 60
 

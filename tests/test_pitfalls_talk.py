@@ -74,8 +74,9 @@ async def test_15_a_name_in_two_breaths_is_answered_whole() -> None:
 
 
 async def test_16_a_clap_between_the_end_and_the_answer_loses_nothing() -> None:
-    engine = ScriptedEngine("Half past nine.")
-    async with call(engine, "What time is it?", "", turn_detection=SEMANTIC) as c:
+    engine = ScriptedEngine("Half past nine.", "Half past nine.")
+    heard = ["What time is it?"] * 3  # all of the turn is heard again, the clap with it
+    async with call(engine, *heard, turn_detection=SEMANTIC) as c:
         engine.gate.clear()
         await c.hear(voice(0.6) + silence(0.6))
         await c.hear(voice(0.1) + silence(1.0))
@@ -338,8 +339,9 @@ async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first(
         executor.run_next()
         await settle(5)
     assert recognizer.order == [1, 4, 5, 2]
+    assert jobs[0].result.cancelled(), "a look that had begun is given up for an end"
     for number, job in enumerate(jobs, 1):
-        if number != 3:
+        if number not in (1, 3):
             assert job.result.result().text == f"caller {number}"
 
 

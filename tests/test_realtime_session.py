@@ -157,7 +157,10 @@ def test_the_kind_of_turn_detection_changes_as_a_whole() -> None:
 def test_noise_reduction_is_taken_and_what_is_in_effect_is_shown() -> None:
     now = updated(state(), audio={"input": {"noise_reduction": {"type": "near_field"}}})
     assert to_config(now.params).noise_reduction == "near_field"
-    assert wire(now)["audio"]["input"]["noise_reduction"] is None
+    assert wire(now)["audio"]["input"]["noise_reduction"] == {"type": "near_field"}
+    off = updated(now, audio={"input": {"noise_reduction": None}})
+    assert to_config(off.params).noise_reduction is None
+    assert wire(off)["audio"]["input"]["noise_reduction"] is None
 
 
 def test_formats() -> None:

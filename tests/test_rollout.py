@@ -218,13 +218,14 @@ async def test_an_engine_that_gives_no_sign_is_left() -> None:
     engine = rollout(Lane("old", "Old answer."), Silent("new")).engine_for("sess_1")
     text, reply, _ = await answer(engine, deadline_ns=1)
     assert (text, reply.fallback) == ("Old answer.", "no_answer")
-    # One that was begun in hope may wait, until it is wanted.
-    async with await engine.open_reply(USER, PARAMS) as held:
-        reading = asyncio.ensure_future(anext(held))
-        await asyncio.wait([reading], timeout=0.15)
-        assert not reading.done() and not held.fallback
-        held.set_deadline(1)
-        assert isinstance(await reading, FirstToken) and held.fallback == "no_answer"
+    # One that was begun in hope may wait, until it is wanted, by a caller or by who has typed.
+    for deadline_ns in (1, None):
+        async with await engine.open_reply(USER, PARAMS) as held:
+            reading = asyncio.ensure_future(anext(held))
+            await asyncio.wait([reading], timeout=0.15)
+            assert not reading.done() and not held.fallback
+            held.set_deadline(deadline_ns)
+            assert isinstance(await reading, FirstToken) and held.fallback == "no_answer"
     with pytest.raises(Exception, match="did not read the prompt in time"):
         await engine.prefill(USER)
 

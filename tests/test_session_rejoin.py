@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.conversation.events import (
     Item,
     ItemDeleted,
     ItemTruncated,
     OutputAudio,
     Part,
-    ResponseDone,
     SpeechStarted,
     ToolCall,
     TranscriptionCompleted,
@@ -58,22 +59,27 @@ async def test_going_on_before_the_answer_sounds_leaves_one_message_and_one_answ
         assert answered["facts"]["rejoined"] == 1
 
 
-async def test_going_on_over_the_first_words_of_the_answer_takes_them_back() -> None:
-    engine = ScriptedEngine(REPLY)
+@pytest.mark.parametrize("word_is_heard", [False, True])
+async def test_over_an_answer_it_matters_whether_a_word_was_heard(word_is_heard: bool) -> None:
+    # 1,000 samples a letter: the first word is over after 1.3 s or after 0.1 s.
+    reply = "So it is then." if word_is_heard else "Extraordinarilyandimmensely good."
     texts = (HALF, "and ask for cash.", WHOLE)
-    async with call(engine, *texts, turn_detection=SEMANTIC) as c:
+    async with call(ScriptedEngine(reply), *texts, turn_detection=SEMANTIC) as c:
         await say_half(c, OutputAudio)
         await c.hear(silence(0.2))
         item_id = c.out.of(OutputAudio)[0].item_id
-        await c.hear(voice(0.5))
+        await c.hear(voice(0.5) + silence(1.0))
         # What a client does when its caller speaks, whatever became of the item meanwhile.
-        await c.hear(silence(1.0))
-        await c.session.truncate_item(item_id, 0, 100)
+        await c.session.truncate_item(item_id, 0, 0)
         await c.clock.advance(3)
-        assert [m.content for m in c.messages()] == [WHOLE, REPLY]
-        assert len(c.out.of(ItemDeleted)) == 2 and c.out.of(ItemTruncated)
-        assert c.out.of(ResponseDone)[0].response.status == "cancelled"
-        assert c.out.of(TurnTraced)[0].turn["outcome"] == "withdrawn"
+        outcome = c.out.of(TurnTraced)[0].turn["outcome"]
+        if word_is_heard:
+            assert not c.out.of(ItemDeleted) and outcome != "withdrawn"
+            assert [m.role for m in c.messages()].count("user") == 2
+        else:
+            assert [m.content for m in c.messages()] == [WHOLE, reply]
+            assert len(c.out.of(ItemDeleted)) == 2 and c.out.of(ItemTruncated)
+            assert outcome == "withdrawn"
 
 
 async def test_under_server_vad_every_silence_ends_a_turn() -> None:
@@ -116,6 +122,8 @@ async def test_a_clap_after_the_end_costs_no_words() -> None:
 
 def test_what_a_tool_has_done_is_not_taken_back() -> None:
     class Answer:
+        has_been_heard = False
+
         class response:
             output = [Item("call_1", "assistant", call=ToolCall("call_1", "pay"))]
 

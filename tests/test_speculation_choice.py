@@ -113,12 +113,23 @@ def test_a_draft_model_shares_the_vocabulary(
         Engine.load(engine_config(model, other))
 
 
-def test_the_measured_choice_is_the_default(model: Path) -> None:
-    config = msgspec.structs.replace(engine_config(model, "ngram"), draft_control="auto")
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "draft model"])
+def test_the_measured_choice_is_the_default(name: str, model: Path, tmp_path: Path) -> None:
+    """Costs are measured with the real drafter before the first request, and nothing of that is
+    left."""
+    speculation: str | Path = {"draft model": model}.get(name, name)
+    if name == "eagle3":
+        speculation = write(tmp_path / "head", model)
+    config = msgspec.structs.replace(engine_config(model, speculation), draft_control="auto")
     engine = Engine.load(config)
+    plain = Engine.load(engine_config(model, "off"))
     text = "hello hello hello hello"
-    reply_to(engine, text, max_tokens=20, ignore_eos=True)
+    for _ in range(2):
+        reply = reply_to(engine, text, max_tokens=20, ignore_eos=True)[0]
+        assert reply == reply_to(plain, text, max_tokens=20, ignore_eos=True)[0]
     assert_nothing_left(engine)
+    assert engine._speculator is not None
+    assert not getattr(engine._speculator._drafter, "_readings", {})
 
 
 def test_impossible_limits_are_refused() -> None:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from app.conversation.events import OutputAudio, OutputStarted, ResponseStarted, SessionEvent
+from app.conversation.session_config import TurnDetection
 from app.observe.trace import FACTS, OUTCOMES, PATH_INSTANTS
 from llm_core import EngineDiedError
 from tests.fakes import ManualClock, PacedEngine, Recorder, recent, settle, silence, voice
 from tests.session_call import Call, call
 
 LONG = "One two three four five six seven. " * 6
+SEMANTIC = TurnDetection(kind="semantic_vad", eagerness="high")
 CALLER = {"speech_end", "endpoint", "asr_final", "ended"}
 
 
@@ -48,6 +50,11 @@ async def nothing(c: Call) -> None:
 
 async def hit_the_voice(c: Call) -> None:
     await c.clock.advance(1)
+    await c.hear(voice(0.2))
+
+
+async def go_on(c: Call) -> None:
+    await c.clock.advance(0.05)
     await c.hear(voice(0.2))
 
 
@@ -84,6 +91,7 @@ Action = Callable[[Call], Awaitable[None]]
         ("interrupted", "turn_detected", LONG, no_change, hit_the_voice, {}),
         ("cancelled", "client_cancelled", LONG, no_change, press_cancel, {}),
         ("cancelled", "", LONG, no_change, hang_up, {}),
+        ("withdrawn", "turn_detected", LONG, hang, go_on, {"turn_detection": SEMANTIC}),
         ("failed", "engine_died", LONG, fail, nothing, {}),
         ("timed_out", "timed_out", LONG, hang, nothing, {}),
         ("incomplete", "max_output_tokens", LONG, no_change, nothing, {"max_output_tokens": 9}),

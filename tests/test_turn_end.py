@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from audio.asr_guard import EndMarks
 from audio.frame import SPEECH_RATE, Samples
 from audio.prosody import Prosody, measure_end
-from audio.turn_end import WAITS, Completeness, Eagerness, Evidence, judge, score, silence_ms
+from audio.turn_end import (
+    WAITS,
+    Completeness,
+    Eagerness,
+    Evidence,
+    judge,
+    mark_signs,
+    score,
+    silence_ms,
+)
 
 QUESTION, SENTENCE = Completeness.QUESTION, Completeness.SENTENCE
 OPEN, TRAILING = Completeness.OPEN, Completeness.TRAILING
@@ -110,12 +121,34 @@ def test_digits_and_unfinished_words_get_more_than_a_second() -> None:
         assert silence_ms(Evidence(text, end_logprob=0.0)) > 1_000
 
 
+SURE_OF_A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
+SURE_OF_MORE = EndMarks(-3.5, -6.0, -6.0, -1.5, -2.0, -1.0)
+
+
+@pytest.mark.parametrize("end_logprob", [None, -1.5])
+def test_the_recognisers_own_doubt_about_its_full_stop_is_heard(end_logprob: float | None) -> None:
+    text = "I would like to know how to make it."
+    stop, more = (
+        Evidence(text, end_logprob=end_logprob, end_marks=marks)
+        for marks in (SURE_OF_A_STOP, SURE_OF_MORE)
+    )
+    assert score(stop) > score(more) + 0.2
+    assert silence_ms(more) == WAITS["auto"].unsure > silence_ms(stop)
+
+
+@given(st.lists(st.floats(-21, 0), min_size=6, max_size=6))
+def test_any_marks_have_signs(logprobs: list[float]) -> None:
+    marks = EndMarks(*logprobs)
+    assert all(math.isfinite(sign) for sign in mark_signs(marks))
+    assert 0 < score(Evidence("Good morning.", end_marks=marks)) < 1
+
+
 def test_a_turn_models_word_counts_most() -> None:
     text = "And so my fellow Americans"
     over = Evidence(text, end_logprob=-5.0, model_probability=0.98)
     not_over = Evidence("What's the weather like?", end_logprob=-0.1, model_probability=0.02)
     assert silence_ms(over) < silence_ms(Evidence(text, end_logprob=-5.0))
-    assert silence_ms(not_over) > 900
+    assert silence_ms(not_over) == WAITS["auto"].unsure
     assert 0 < score(not_over) < score(over) < 1
 
 

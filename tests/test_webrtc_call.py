@@ -74,7 +74,7 @@ async def test_speaking_over_an_answer_cuts_it(tmp_path: Path) -> None:
         await client.connect()
         client.microphone.say(tone(0.6))
         await client.until("output_audio_buffer.started")
-        await until(lambda: loud_s(client) > 0.5)
+        await until(lambda: loud_s(client) > 0.9)  # it knows by now that we hear no echo
         client.microphone.say(tone(0.6))
         await client.until("input_audio_buffer.speech_started")
         cleared = await client.until("output_audio_buffer.cleared")
@@ -100,7 +100,7 @@ async def test_a_hum_holds_an_answer_and_it_goes_on(tmp_path: Path) -> None:
         await client.connect()
         client.microphone.say(tone(0.6))
         await client.until("output_audio_buffer.started")
-        await until(lambda: loud_s(client) > 0.5)
+        await until(lambda: loud_s(client) > 0.9)  # it knows by now that we hear no echo
         client.microphone.say(tone(0.35))
         await client.until("input_audio_buffer.speech_started")
         await client.until("input_audio_buffer.speech_stopped")

@@ -60,6 +60,8 @@ export class Conversation {
     /** @type {Answer | null} the latest, whose sound may go on when the server is done with it */
     this.latest = null;
     this.isCallerSpeaking = false;
+    /** @type {{item: string, message: Message} | null} what the person said last */
+    this.saidLast = null;
     /** @type {Set<string>} items of the person that are not answered yet */
     this.unanswered = new Set();
     /** @type {string[]} typed messages that wait for the running answer to end */
@@ -77,6 +79,7 @@ export class Conversation {
       "response.output_item.added": (event) => this.itemBegins(event),
       "output_audio_buffer.cleared": (event) => this.cleared(event.response_id),
       "conversation.item.truncated": (event) => this.truncated(event.item_id),
+      "conversation.item.deleted": (event) => this.deleted(event.item_id),
       "conversation.item.retrieved": (event) => this.retrieved(event.item),
       "response.output_audio.delta": (event) => this.audio(event),
       "response.output_audio.done": (event) => this.around.player()?.finish(event.item_id),
@@ -178,6 +181,7 @@ export class Conversation {
     if (text) {
       message.set(text);
       message.finish();
+      this.saidLast = { item: event.item_id, message };
     } else {
       message.remove();
       this.unanswered.delete(event.item_id);
@@ -226,6 +230,15 @@ export class Conversation {
     if (this.spoken.has(item)) {
       this.sendHarmless({ type: "conversation.item.retrieve", item_id: item });
     }
+  }
+
+  /** @param {string} item that is no more: the person goes on with what was taken for finished */
+  deleted(item) {
+    const saidLast = this.saidLast?.item === item ? this.saidLast.message : undefined;
+    (this.heard.get(item) ?? this.spoken.get(item) ?? saidLast)?.remove();
+    this.heard.delete(item);
+    this.spoken.delete(item);
+    this.unanswered.delete(item);
   }
 
   /** @param {any} item */

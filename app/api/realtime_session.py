@@ -411,8 +411,7 @@ def to_wire(
         "audio": {
             "input": {
                 "format": heard.format.to_wire(),
-                # What is in effect, whatever was asked for: nothing is done about noise yet.
-                "noise_reduction": None,
+                "noise_reduction": heard.noise_reduction and heard.noise_reduction.model_dump(),
                 "transcription": transcription
                 and transcription.model_dump(include={"model", "language", "prompt"}),
                 "turn_detection": vad and vad.model_dump(include=set(_DETECTION_FIELDS[vad.type])),

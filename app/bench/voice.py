@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,14 +17,18 @@ from typing import Any
 
 from app.bench.figures import cpu_seconds, percentiles, word_errors
 from app.bench.voice_script import SCRIPT, Kind, Utterance, speak_line
+from app.call_client import CallClient, open_call
 from app.config import load_settings
 from app.model_store import ModelStore
+from app.phone_peers import PEERS
 from app.recording import RATE, first_audible
 from app.server_process import own_server
 from app.talk_client import NoReplyError, NoSpeechError, TalkClient, TalkResult, open_talk
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 
+# Those that call over a WebSocket, which every server offers.
+PROVIDERS = tuple(name for name in PEERS if name != "audiosocket")
 _TIMEOUT_S = 20.0
 # Callers do not begin in the same moment.
 _STAGGER_S = 0.7
@@ -140,12 +144,14 @@ def run(
     api_key: str | None = None,
     home: Path | None = None,
     record: Path | None = None,
+    provider: str | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
     """``callers`` at once say ``turns`` utterances each; the figures.
 
-    Without ``url`` a server is started for it; only then is its CPU time known. ``record``: a
-    folder for the recordings, left the caller, right the replies. Raises ParleyError.
+    ``provider``: they call by phone, through one of ``PROVIDERS``. Without ``url`` a server is
+    started for it; only then is its CPU time known. ``record``: a folder for the recordings, left
+    the caller, right the replies. Raises ParleyError.
     """
     if record is not None:
         record.mkdir(parents=True, exist_ok=True)
@@ -157,6 +163,7 @@ def run(
             api_key=api_key,
             home=home,
             record=record,
+            provider=provider,
             on_note=on_note,
         )
     )
@@ -170,6 +177,7 @@ async def run_async(
     api_key: str | None = None,
     home: Path | None = None,
     record: Path | None = None,
+    provider: str | None = None,
     server: dict[str, str] | None = None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
@@ -188,7 +196,7 @@ async def run_async(
         cpu_before, started = _cpu(pid), time.monotonic()
         async with asyncio.TaskGroup() as calls:
             for number in range(callers):
-                call = _Caller(number, script, turns, tally, record, on_note)
+                call = _Caller(number, script, turns, tally, record, provider, on_note)
                 calls.create_task(call.talk(url, api_key))
         wall_s, cpu_after = time.monotonic() - started, _cpu(pid)
     cpu_s = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
@@ -206,17 +214,27 @@ class _Caller:
     turns: int
     tally: Tally
     record: Path | None
+    provider: str | None
     on_note: Callable[[str], None]
+
+    def _open(
+        self, url: str, api_key: str | None
+    ) -> AbstractAsyncContextManager[TalkClient | CallClient]:
+        if self.provider is None:
+            return open_talk(url, api_key=api_key)
+        return open_call(url, self.provider, api_key=api_key)
 
     async def talk(self, url: str, api_key: str | None) -> None:
         await asyncio.sleep(self.number * _STAGGER_S)
-        async with open_talk(url, api_key=api_key) as client:
+        async with self._open(url, api_key) as client:
+            if isinstance(client, CallClient):
+                await client.hear_greeting()
             for index in range(self.turns):
                 # Not all callers say the same at the same time.
                 said = self.script[(index + 3 * self.number) % len(self.script)]
                 await self._say(client, said, index)
 
-    async def _say(self, client: TalkClient, said: Utterance, index: int) -> None:
+    async def _say(self, client: TalkClient | CallClient, said: Utterance, index: int) -> None:
         name = f"caller {self.number + 1}, {index + 1}/{self.turns}"
         try:
             result = await client.speak(said.audio, timeout_s=_TIMEOUT_S)

@@ -25,6 +25,7 @@ from app.conversation.turn_judge import silence_ms
 from app.errors import ClientError, RecognitionError
 from app.observe.trace import TurnTrace
 from audio.asr_agreement import rest_after
+from audio.asr_guard import EndMarks
 from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded, VoiceEvent
 from audio.frame import Samples
@@ -149,7 +150,8 @@ class Hearing:
 
     def follow_words(self) -> None:
         """While the caller speaks: have a look at the words so far, if the recogniser has time."""
-        if not self._services.settings.partial_transcripts:
+        # Somebody waits for a voice: that comes first.
+        if not self._services.settings.partial_transcripts or self._services.speaking.num_waiting:
             return
         turn_len = self.listener.position - self.start_sample
         if self._transcriber.wants_partial(turn_len):
@@ -196,11 +198,12 @@ class Hearing:
         return self._transcriber.try_early(samples, last_voiced_sample, voiced_len)
 
     async def judge_pause(
-        self, said: list[ChatMessage], last_voiced_sample: int
+        self, said: list[ChatMessage], last_voiced_sample: int, end_marks: EndMarks | None
     ) -> tuple[list[VoiceEvent], int]:
         """Let what was said decide how long the pause may last.
 
-        ``said`` ends with the caller's words so far. Returns the end of the turn, if it has come
+        ``said`` ends with the caller's words so far, behind which the recogniser expects
+        ``end_marks``. Returns the end of the turn, if it has come
         by now, and the ms that are left until it does.
         """
         detection = self._config.turn_detection
@@ -208,7 +211,7 @@ class Hearing:
             return [], 0
         samples = self._audio()
         voiced_len = last_voiced_sample - self.start_sample
-        wait_ms = await silence_ms(self._services, detection, said, samples, voiced_len)
+        wait_ms = await silence_ms(self._services, detection, said, samples, voiced_len, end_marks)
         events = self.listener.end_after(last_voiced_sample, wait_ms)
         return events, wait_ms - self.listener.silence_ms
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from app.conversation.session_config import SessionConfig
 from app.errors import AudioInputError
 from audio.codecs import decode
-from audio.echo import EchoGuard
+from audio.echo import FRAME, EchoCanceller
 from audio.endpoint import Endpointer, ServerVadConfig, VoiceEvent, VoiceState
 from audio.errors import AudioError
 from audio.frame import SPEECH_RATE, Samples, silence
@@ -28,6 +29,7 @@ from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 RATE = SPEECH_RATE
 # With nobody speaking only this much is kept: more than the largest prefix padding.
 _IDLE_KEEP_SAMPLES = 6 * RATE
+_MIN_SPEECH_OVER_OURS_MS = 128
 _NS = 1_000_000_000
 
 
@@ -44,8 +46,9 @@ class Listener:
         self._vad = VadStream(vad)
         self._eager_silence_ms = eager_silence_ms
         self._max_buffer_samples = int(max_buffer_s * RATE)
-        self.echo = EchoGuard()
+        self.echo = EchoCanceller()
         self._reducer: NoiseReducer | None = None
+        self._vad_with_ours: VadStream | None = None  # while our own voice sounds
         self._unwatched = silence(0)  # before what comes next, and not seen by the VAD yet
         self._chunks: deque[Samples] = deque()
         self._kept_from = 0
@@ -60,7 +63,12 @@ class Listener:
         detection = config.turn_detection
         self._detects = detection is not None
         # Who asks for plain voice activity gets it, whosever voice it is.
-        self._minds_echo = detection is not None and detection.kind == "semantic_vad"
+        # A headset does not hear us.
+        self._minds_echo = (
+            detection is not None
+            and detection.kind == "semantic_vad"
+            and config.noise_reduction != "near_field"
+        )
         vad_config = ServerVadConfig()
         if detection is not None:
             silence_ms = detection.silence_duration_ms
@@ -73,6 +81,10 @@ class Listener:
                 eager_silence_ms=min(self._eager_silence_ms, silence_ms),
             )
         self._endpointer = Endpointer(vad_config)
+        # Over our own voice, what begins a turn must last a little longer: echoes may leave traces.
+        self._alone = self._over_ours = vad_config
+        if self._minds_echo:
+            self._over_ours = replace(vad_config, min_speech_ms=_MIN_SPEECH_OVER_OURS_MS)
         if config.noise_reduction != (self._reducer.microphone if self._reducer else None):
             self._unwatched = self._not_watched()
             kind = config.noise_reduction
@@ -132,36 +144,50 @@ class Listener:
         )  # of the voice, in the resampler
         self._keep(samples, received_ns - inside_ns)
         start = self._vad.num_samples_judged
-        for i, probability in enumerate(self._vad.feed(self._for_vad(samples))):
+        for i, probability in enumerate(self._judge(samples)):
             window_start = start + i * WINDOW_SAMPLES
-            if self.echo.is_sounding and self._minds_echo:
-                probability = self._without_echo(probability, window_start)
+            begins = self._endpointer.state is VoiceState.SILENT
+            is_over = begins and self.echo.is_sounding(window_start)
+            self._endpointer.config = self._over_ours if is_over else self._alone
             events = self._endpointer.feed(probability, window_start, window_start + WINDOW_SAMPLES)
             if self._detects:
                 yield from events
         if self._detects and self._endpointer.state is VoiceState.SILENT:
             self._drop_before(self._position - _IDLE_KEEP_SAMPLES)
 
-    def _for_vad(self, samples: Samples) -> Samples:
-        """What the VAD sees of ``samples``: with less noise, if the client wants that."""
+    def _judge(self, samples: Samples) -> list[float]:
+        """Probabilities of the caller's voice in the windows that ``samples``, which are kept
+        already, complete: without our own voice, and with less noise if the client wants that.
+
+        Both work on whole frames, so that some samples wait.
+        """
         watched = np.concatenate((self._unwatched, samples))
-        self._unwatched = silence(0)
-        return watched if self._reducer is None else self._reducer.process(watched)
+        start = self._position - watched.size
+        is_echo = self._minds_echo and self.echo.is_sounding(start)
+        num_whole = watched.size
+        if is_echo or self._reducer is not None:
+            num_whole -= watched.size % FRAME
+        self._unwatched = watched[num_whole:]
+        heard = cleaned = watched[:num_whole]
+        if is_echo:
+            cleaned = self.echo.clean(heard, start)
+        if self._reducer is not None:
+            self._vad_with_ours = None
+            return self._vad.feed(self._reducer.process(cleaned))
+        if not is_echo:
+            self._vad_with_ours = None
+            return self._vad.feed(heard)
+        if self._vad_with_ours is None:
+            self._vad_with_ours = self._vad.copy()
+        both = zip(self._vad_with_ours.feed(heard), self._vad.feed(cleaned), strict=True)
+        voice_from = self._alone.exit_threshold
+        return [self.echo.judge(with_ours, without, voice_from) for with_ours, without in both]
 
     def _not_watched(self) -> Samples:
-        """The end of the input that the VAD has not been given: it is in the noise reducer."""
+        """The end of the input that the VAD has not been given: it waits, or is in the reducer."""
         seen = self._vad.num_samples_seen
         kept = self.take(seen)
         return np.concatenate((silence(self._position - seen - kept.size), kept))
-
-    def _without_echo(self, probability: float, window_start: int) -> float:
-        """The probability of a voice other than our own."""
-        window = self.take(window_start, window_start + WINDOW_SAMPLES)
-        if len(window) == WINDOW_SAMPLES:
-            self.echo.hear(window, window_start)
-            if probability >= self._endpointer.config.exit_threshold and self.echo.is_echo():
-                return 0.0
-        return probability
 
     def end_after(self, last_voiced_sample: int, silence_ms: int) -> list[VoiceEvent]:
         """The pause since ``last_voiced_sample`` ends the turn once it lasts ``silence_ms``.

@@ -127,6 +127,15 @@ class Output:
         """Length of the audio that was sent."""
         return self.playout.sent_samples / self._format.rate
 
+    @property
+    def has_been_heard(self) -> bool:
+        """A whole word of it was played by now."""
+        heard = self.playout.played_samples(self._clock.now_ns())
+        return any(
+            m.spoken.timeline.heard_text(max(0, heard - m.start_sample)).strip()
+            for m in self._messages
+        )
+
     # --- messages ---
 
     async def say(self, clause: Clause) -> None:

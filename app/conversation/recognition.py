@@ -62,6 +62,8 @@ class Recognition:
         self._running: Job | None = None
         self._serial = 0
         self.num_refused = 0
+        self.num_following = 0
+        """Callers whose turn is looked at while it goes on."""
 
     @property
     def num_waiting(self) -> int:
@@ -91,6 +93,9 @@ class Recognition:
         job = Job(samples, prompt, language, urgency, self._serial, loop.create_future())
         job.result.add_done_callback(partial(self._on_done, job))
         self._waiting.append(job)
+        running = self._running
+        if running is not None and running.urgency is Urgency.PARTIAL and urgency < running.urgency:
+            running.result.cancel()  # a look at a turn that goes on can be had again
         self._begin_next()
         if len(self._waiting) > self._max_waiting:
             self._refuse(max(self._waiting, key=lambda waiting: waiting.rank))

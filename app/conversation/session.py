@@ -37,6 +37,7 @@ from app.conversation.hearing import HeardTurn, Hearing, untold
 from app.conversation.history import History
 from app.conversation.idle import PROMPT, IdleWatch
 from app.conversation.ids import new_id
+from app.conversation.interruptions import is_sure, lingers
 from app.conversation.listener import RATE
 from app.conversation.rejoin import withdrawable
 from app.conversation.requests import ResponseRequest, no_active_response, response_is_active
@@ -59,10 +60,6 @@ log = logging.getLogger(__name__)
 _STALL_S = 1.5
 # An answer is begun so long before the pause would end the turn: about what it takes to make.
 _LONG_WAIT_MS = 500
-# Nobody says "mhm" for so long.
-_SURE_INTERRUPTION_S = 1.5
-# Over the end of an answer, which cannot be held and goes on meanwhile, it is decided sooner.
-_SURE_OVER_THE_END_S = 0.9
 
 
 class Session:
@@ -131,7 +128,7 @@ class Session:
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""
         old, self.config = self.config, config
-        if (old.turn_detection, old.input_format) != (config.turn_detection, config.input_format):
+        if old.listening != config.listening:
             async with self._floor:
                 self._hearing.listener.configure(config)
                 await self._forget_speech()
@@ -145,12 +142,11 @@ class Session:
         for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
             for event in listener.feed(samples, received_ns):
-                self._dialog.lingers = self._lingers
+                self._dialog.lingers = lingers(self._last_turn, self._turn)
                 await self._feed(event)
             if self._dialog.caller is floor.Caller.SPEAKING:
                 await self._follow_words()
-            sure_s = _SURE_OVER_THE_END_S if self._turn is None else _SURE_INTERRUPTION_S
-            if self._dialog.is_held and self._hearing.turn_s > sure_s:
+            if self._dialog.is_held and is_sure(self._hearing.turn_s, self._turn):
                 await self._feed(floor.InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not floor.Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
@@ -205,14 +201,6 @@ class Session:
             and not self._dialog.has_response
             and is_heard
         )
-
-    @property
-    def _lingers(self) -> bool:
-        """The last answer was sent whole, is still being heard, and does not ask for one."""
-        last = self._last_turn
-        if last is None or self._turn is not None or not last.is_playing:
-            return False
-        return not last.text.rstrip(" \"'”’)*").endswith("?")
 
     @property
     def history(self) -> History:
@@ -317,7 +305,7 @@ class Session:
         """The caller goes on with the turn that was taken for over: it and its answer vanish."""
         ids = withdrawable(self._history, self._hearing.last, self._turn or self._last_turn)
         if ids and self._turn is not None:
-            self._turn.withdraw()
+            self._turn.response.is_withdrawn = True
         await self._stop_response("turn_detected")
         if ids:
             self._num_commits += 1  # nobody waits for the words of the first half any more
@@ -451,23 +439,23 @@ class Session:
     async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         start = self._hearing.start_sample
-        words = (await asyncio.shield(early)).transcript.text
+        heard = (await asyncio.shield(early)).transcript
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
             await self._feed(
-                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, words))
+                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, heard.text))
             )
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         if self._hearing.start_sample < start:  # the words were only the second half of a turn
             early = self._hearing.try_words(last_voiced)
-            words = (await asyncio.shield(early)).transcript.text
-        said = [*self._prompt(), ChatMessage("user", words)]
+            heard = (await asyncio.shield(early)).transcript
+        said = [*self._prompt(), ChatMessage("user", words := heard.text)]
         # After a whole sentence most likely it is over: the answer need not wait for the judgement.
         is_whole = turn_end.judge(words) in turn_end.FINISHED
         answer = await self._begin_answer(said) if is_whole else None
         if answer is not None:
             await answer.until_first_token()  # else the model would read the same words twice
-        events, left_ms = await self._hearing.judge_pause(said, last_voiced)
+        events, left_ms = await self._hearing.judge_pause(said, last_voiced, heard.end_marks)
         for event in events:
             await self._feed(event)
         if answer is None and left_ms > _LONG_WAIT_MS:

@@ -87,3 +87,8 @@ class SessionConfig:
     transcription_prompt: str | None = None
     send_traces: bool = False
     budget_ms: int | None = None
+
+    @property
+    def listening(self) -> tuple[TurnDetection | None, AudioFormat, NoiseReduction | None]:
+        """What the caller's audio is listened to by: a change begins anew."""
+        return self.turn_detection, self.input_format, self.noise_reduction

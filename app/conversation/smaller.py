@@ -87,7 +87,7 @@ class HurriedReply:
 
     async def _first_event(self) -> GenerationEvent:
         assert self._main is not None, "opened before"
-        main = self._start(anext(self._main))
+        main: asyncio.Task[GenerationEvent] = self._start(anext(self._main))
         late = self._start(self._until_late())
         await asyncio.wait({main, late}, return_when=asyncio.FIRST_COMPLETED)
         late.cancel()
@@ -96,7 +96,7 @@ class HurriedReply:
             return await main
         other = self._start(self._ask_small())
         await asyncio.wait({main, other}, return_when=asyncio.FIRST_COMPLETED)
-        event = None
+        event: GenerationEvent | None = None
         if not main.done() or main.exception() is not None:
             event = await other  # None: it failed, or has nothing to say
         if event is None:

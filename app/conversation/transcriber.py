@@ -25,7 +25,7 @@ from audio.voice_end import find_dip, find_voice_end
 # Partials: not before so much of a turn is there, and no oftener than that.
 _MIN_PARTIAL_S = 0.6
 _PARTIAL_EVERY_S = 0.5
-# The recogniser may spend one part in so many of a caller's time on partials.
+# The recogniser may spend one part in so many of its time on partials, all callers together.
 _PARTIAL_SHARE = 3.0
 # A longer turn costs too much to hear again and again.
 _MAX_PARTIAL_S = 20.0
@@ -33,8 +33,8 @@ _MAX_PARTIAL_S = 20.0
 # none, but a shorter look is a look too. A look in a dip has heard the voice's end and a bit more.
 _DIP_SAMPLES = SPEECH_RATE * 60 // 1000
 _BEHIND_VOICE_SAMPLES = SPEECH_RATE * 30 // 1000
-# Looks in dips may take up to half of the recogniser's time: this many times their cost lies
-# between them.
+# Looks in dips may take up to half of the recogniser's time, all callers together: this many times
+# their cost lies between them.
 _DIP_SHARE = 1.0
 
 
@@ -60,6 +60,7 @@ class Transcriber:
         self._next_dip_s = _MIN_PARTIAL_S
         self._agreement = Agreement()
         self._next_partial_s = _MIN_PARTIAL_S
+        self._is_following = False
         self.language: str | None = None
         self.prompt: str | None = None
         self._num_dropped = 0
@@ -79,6 +80,7 @@ class Transcriber:
     def wants_partial(self, turn_samples: int) -> bool:
         """Whether it is time to look at a turn that is ``turn_samples`` long by now."""
         turn_s = turn_samples / SPEECH_RATE
+        self._follows(turn_s <= _MAX_PARTIAL_S)
         return (
             self._next_partial_s <= turn_s <= _MAX_PARTIAL_S
             and self._partial is None
@@ -114,10 +116,11 @@ class Transcriber:
         if agreement is not self._agreement:
             return  # so has this one
         cost_s = transcript.took_ms / 1000
-        spacing_s = max(_PARTIAL_EVERY_S, _PARTIAL_SHARE * cost_s)
+        num_callers = max(1, self._recognition.num_following)
         turn_s = look.samples.size / SPEECH_RATE
+        spacing_s = max(_PARTIAL_EVERY_S, _PARTIAL_SHARE * num_callers * cost_s)
         self._next_partial_s = turn_s + spacing_s
-        self._next_dip_s = turn_s + (1 + _DIP_SHARE) * cost_s
+        self._next_dip_s = turn_s + (1 + _DIP_SHARE * num_callers) * cost_s
         agreement.feed(transcript.text)
 
     def _on_partial_done(self, task: asyncio.Task[None]) -> None:
@@ -139,12 +142,17 @@ class Transcriber:
         is_void = done.cancelled() or (done.done() and done.exception() is not None)
         return None if is_void else look
 
+    def _follows(self, is_following: bool) -> None:
+        self._recognition.num_following += is_following - self._is_following
+        self._is_following = is_following
+
     def _drop_partial(self) -> None:
         if self._partial is not None:
             self._partial.cancel()
             self._partial = None
 
     def _forget_looks(self) -> None:
+        self._follows(False)
         self._drop_partial()
         self._look = None
         self._agreement = Agreement()
@@ -217,7 +225,7 @@ class Transcriber:
     def close(self) -> None:
         """Forget everything."""
         self.drop()
-        self._drop_partial()
+        self._forget_looks()
 
     def _submit(self, samples: Samples, urgency: Urgency) -> Job:
         return self._recognition.submit(

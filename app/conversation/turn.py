@@ -177,9 +177,10 @@ class Turn:
         if self._work is not None:
             self._work.cancel()
 
-    def withdraw(self) -> None:
-        """What it answers was not finished: the response ends as if it had not been asked for."""
-        self.response.is_withdrawn = True
+    @property
+    def has_been_heard(self) -> bool:
+        """A whole word of it was played by now."""
+        return self._output.has_been_heard
 
     @property
     def text(self) -> str:

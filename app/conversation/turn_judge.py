@@ -16,6 +16,7 @@ from app.conversation.engines import TalkEngine
 from app.conversation.services import Services
 from app.conversation.session_config import TurnDetection
 from audio import turn_end
+from audio.asr_guard import EndMarks
 from audio.errors import ModelError
 from audio.frame import Samples
 from audio.prosody import Prosody, measure_end
@@ -46,10 +47,12 @@ async def silence_ms(
     messages: list[ChatMessage],
     samples: Samples,
     voiced_len: int,
+    end_marks: EndMarks | None,
 ) -> int:
     """How much silence ends the turn. ``messages`` end with the caller's words so far.
 
     ``samples`` float32 [n] at 16 kHz are the turn; the VAD's voice ends at ``voiced_len``.
+    ``end_marks``: what the recogniser expects behind its words.
     """
     words = messages[-1].content
     completeness = turn_end.judge(words)
@@ -60,7 +63,7 @@ async def silence_ms(
     if completeness in (turn_end.Completeness.OPEN, *turn_end.FINISHED):
         end_logprob = await end_of_turn_logprob(services.engine, messages)
     prosody, heard = await sound
-    evidence = turn_end.Evidence(words, prosody, end_logprob, heard)
+    evidence = turn_end.Evidence(words, prosody, end_logprob, heard, end_marks)
     wait_ms = turn_end.silence_ms(evidence, detection.eagerness)
     log.debug(
         "pause judged",
@@ -68,6 +71,7 @@ async def silence_ms(
             "completeness": completeness.value,
             "end_logprob": end_logprob,
             "turn_model": heard,
+            "score": turn_end.score(evidence),
             "wait_ms": wait_ms,
         },
     )

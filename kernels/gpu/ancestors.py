@@ -6,10 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.cost import Cost
 from kernels.gpu.launch import cdiv, power_of_2
 
 
-@triton.jit(do_not_specialize=["num_rows_total", "num_sequences", "max_query_len"])
+@triton.jit(
+    do_not_specialize=["num_rows_total", "num_sequences", "max_query_len"],
+    do_not_specialize_on_alignment=["parents_ptr", "query_starts_ptr"],
+)
 def ancestor_bits_kernel(
     parents_ptr,
     query_starts_ptr,
@@ -47,6 +51,12 @@ def ancestor_bits_kernel(
         bits,
         mask=is_place[:, None] & (word < NUM_WORDS)[None, :],
     )
+
+
+def ancestor_bits_cost(parents: torch.Tensor, max_query_len: int) -> Cost:
+    """Parents read, and a bit for each row that may be seen written."""
+    written = 4 * cdiv(max_query_len, 32) * parents.shape[0]
+    return Cost(parents.numel() * parents.element_size() + written, 0)
 
 
 def ancestor_bits(

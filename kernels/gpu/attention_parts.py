@@ -109,7 +109,8 @@ def score_factor(scale: float, softcap: float | None) -> float:
 
 def attention_cost(query: torch.Tensor, pages: KvPages, num_keys: int, num_pairs: int) -> Cost:
     """``num_keys``: positions read, summed over sequences, each once for all of a sequence's rows;
-    ``num_pairs``: (row, position) pairs that are seen. query [T, num_heads, D]."""
+    ``num_pairs``: (row, position) pairs that are seen. query [T, num_heads, D]. What the parts of a
+    split write and read again is no part of it: it is what splitting costs."""
     head_bytes = pages.head_dim * pages.data.element_size() + (0 if pages.scales is None else 4)
     read = 2 * pages.num_kv_heads * head_bytes * num_keys
     num_heads, head_dim = query.shape[1], query.shape[2]

@@ -12,7 +12,7 @@ from kernels.gpu.launch import cdiv
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["ids_ptr"])
 def embed_kernel(table_ptr, ids_ptr, out_ptr, vocab_size, size, scale, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

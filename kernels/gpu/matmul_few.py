@@ -36,6 +36,9 @@ INT4_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 4},
     {"BLOCK_N": 256, "num_warps": 8, "num_stages": 3},
 )
+# For wide types on cards with little shared memory.
+SMALLER: tuple[Config, ...] = ({"BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},)
+INT4_SMALLER: tuple[Config, ...] = ({"BLOCK_N": 32, "num_warps": 4, "num_stages": 2},)
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def store_tile(acc, out_ptr, partial_ptr, bias_ptr, n, m, mask, part, num_rows, 
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "blocks_per_part"])
 def few_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -108,7 +111,7 @@ def few_rows_kernel(
                num_rows, num_out, HAS_BIAS, IS_SPLIT)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "spans_per_part"])
 def few_rows_int4_kernel(
     x_ptr,
     packed_ptr,
@@ -173,7 +176,7 @@ def few_rows_int4_kernel(
                num_rows, num_out, HAS_BIAS, IS_SPLIT)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def add_parts_kernel(
     partial_ptr,
     bias_ptr,
@@ -231,7 +234,8 @@ def matmul_few_rows(
     kind = str(weight.dtype) if isinstance(weight, torch.Tensor) else type(weight).__name__
     key = (str(x.dtype), kind, getattr(weight, "group", 0) or 0, num_out, num_in, block_m)
     candidates = INT4_CONFIGS if isinstance(weight, Int4Weight) else CONFIGS
-    launch(TUNER.choose("matmul_few_rows", key, candidates, launch))
+    smaller = INT4_SMALLER if isinstance(weight, Int4Weight) else SMALLER
+    TUNER.launch("matmul_few_rows", key, candidates, launch, smaller)
 
 
 def _block_k(config: Config, weight: GpuWeight) -> int:

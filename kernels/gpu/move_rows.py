@@ -14,7 +14,10 @@ from kernels.gpu.cost import Cost
 from kernels.gpu.launch import power_of_2
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit(
+    do_not_specialize=["num_entries"],
+    do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"],
+)
 def move_rows_kernel(
     data_ptr,
     scales_ptr,

@@ -159,10 +159,9 @@ class GpuOps(Protocol):
         """int64 [B]: the token of each row of logits [B, vocab]; -1 where they are unusable
         (NaN, +inf, or nothing allowed).
 
-        Top-k, then top-p of what it left, then min-p, drawn with the random number of (seed,
-        position) in falling order of logits (smaller ids first among equals); in the order of ids
-        where neither top-k nor top-p cuts. ``allowed`` int32 [B, ceil(vocab / 32)] is a guide's
-        mask, a bit a token.
+        Top-k, then top-p of what it left (of equal logits at an edge the smaller ids), then min-p,
+        drawn with the random number of (seed, position) in the order of ids. ``allowed`` int32 [B,
+        ceil(vocab / 32)] is a guide's mask, a bit a token.
         """
 
     def move_rows(

@@ -70,7 +70,8 @@ def sample_one(
     if min_p > 0.0:
         is_strong = weights >= min_p
         ids, weights = ids[is_strong], weights[is_strong]
-    sums = weights.cumsum(0)
+    ids, order = ids.sort()
+    sums = weights[order].cumsum(0)
     at = min(int((sums <= fraction * sums[-1]).sum()), len(ids) - 1)
     return int(ids[at])
 

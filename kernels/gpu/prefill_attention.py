@@ -31,9 +31,17 @@ SMALL_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
 )
+# For wide heads on cards with little shared memory.
+SMALLER: tuple[Config, ...] = (
+    {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+    {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
+)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["tables_ptr", "query_starts_ptr", "starts_ptr"],
+)
 def prefill_attention_kernel(
     query_ptr,
     data_ptr,
@@ -186,5 +194,5 @@ def prefill_attention(
         *(str(query.dtype), str(pages.data.dtype), head_dim, group),
         *(power_of_2(max_query_len), "window" if window else "all"),
     )
-    launch(TUNER.choose("prefill_attention", key, candidates, launch))
+    TUNER.launch("prefill_attention", key, candidates, launch, SMALLER)
     return out

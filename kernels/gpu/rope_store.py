@@ -35,7 +35,7 @@ def rounded_to_e4m3(x):
     return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_store_kernel(
     qkv_ptr,
     bias_ptr,

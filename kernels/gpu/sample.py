@@ -1,15 +1,15 @@
 """Chooses tokens on the device: temperature, top-k, top-p and min-p without sorting a vocabulary.
 
 A token's *depth* is how far its scaled logit lies below the best, so its weight is exp(-depth), and
-the bits of a depth, read as a whole number (its *key*), grow as the depth does. Whatever is cut or
-drawn in falling order is then a question of the form "at which key does the sum of all lighter keys
-cross this value", answered bit by bit. Four launches, none of which the host waits for:
+the bits of a depth, read as a whole number (its *key*), grow as the depth does. Whatever is cut is
+then a question of the form "at which key does the sum of all lighter keys cross this value",
+answered bit by bit. Four launches, none of which the host waits for:
 
 1. the best logit of each block of the vocabulary;
 2. count and weight of each block's tokens within a few depths of the best;
 3. the shallowest of these depths that must hold the answer; its tokens are written down, in order
    of ids (a few hundred of a real row's tens of thousands);
-4. one program a row cuts and draws among these.
+4. one program a row cuts these, and draws in the order of ids.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ _DRAW_BLOCK = 1024
 
 # Depths at which tokens are counted: 0, 4, 8, 16 and the limit beyond which nothing is drawn.
 _NUM_DEPTHS = 5
+
+# They lie somewhere in a step's words: their alignment must not make new variants to compile.
+_ROW_POINTERS = [
+    *("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr")
+]
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def best_kernel(
     tl.store(best_ptr + row * tl.num_programs(0) + block, tl.max(values, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr"])
 def depths_kernel(
     logits_ptr,
     allowed_ptr,
@@ -157,7 +162,7 @@ def chosen_depth(masses_ptr, counts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, 
     return tl.where(greedy, 0, chosen), tl.where(greedy, 0.0, depth), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
 def gather_kernel(
     logits_ptr,
     allowed_ptr,
@@ -208,13 +213,13 @@ def load_block(depths_ptr, count, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weight_below(keys, weights, depths_ptr, count, key, least, BLOCK: tl.constexpr):
-    """Sum of the weights of at least ``least`` whose key is below ``key``. ``keys`` and ``weights``
-    are the first block, which is mostly all there is and stays in registers."""
-    total = tl.sum(tl.where((keys < key) & (weights >= least), weights, 0.0), 0)
+def weight_below(keys, weights, depths_ptr, count, key, BLOCK: tl.constexpr):
+    """Sum of the weights whose key is below ``key``. ``keys`` and ``weights`` are the first block,
+    which is mostly all there is and stays in registers."""
+    total = tl.sum(tl.where(keys < key, weights, 0.0), 0)
     for first in range(BLOCK, count, BLOCK):
         more_keys, more = load_block(depths_ptr, count, first, BLOCK)
-        total += tl.sum(tl.where((more_keys < key) & (more >= least), more, 0.0), 0)
+        total += tl.sum(tl.where(more_keys < key, more, 0.0), 0)
     return total
 
 
@@ -229,31 +234,15 @@ def count_below(keys, depths_ptr, count, key, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def nth_of_key(depths_ptr, count, key, nth, BLOCK: tl.constexpr):
-    """The place of the nth (from 0) of the tokens with ``key``, in order of ids."""
-    before = 0
-    found = 0
-    for first in range(0, count, BLOCK):
-        keys, _ = load_block(depths_ptr, count, first, BLOCK)
-        equal = keys == key
-        ranks = before + tl.cumsum(equal.to(tl.int32), 0) - 1
-        places = first + tl.arange(0, BLOCK)
-        found += tl.sum(tl.where(equal & (ranks == nth), places, 0), 0)
-        before += tl.sum(equal.to(tl.int32), 0)
-    return found
-
-
-@triton.jit
 def weight_of(key):
     return tl.exp(-key.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def draw_falling(depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """Cuts by top-k, top-p, min-p, and draws in falling order; the place of the token."""
+def cut_falling(depths_ptr, count, all_weight, top_k, top_p, BLOCK: tl.constexpr):
+    """What top-k, then top-p of what it left, keep: (edge, num_edge), all keys below ``edge`` and
+    the first ``num_edge`` tokens with that key, in order of ids."""
     keys, weights = load_block(depths_ptr, count, 0, BLOCK)
-    # What is kept: all keys below ``edge``, and the first ``num_edge`` tokens with that key.
     edge = tl.full((), 0x7F800000, tl.int32)
     num_edge = tl.full((), 0, tl.int32)
     kept_weight = all_weight
@@ -266,71 +255,68 @@ def draw_falling(depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
             )
         edge = tl.minimum(edge, 0x7F800000)
         num_edge = top_k - count_below(keys, depths_ptr, count, edge, BLOCK)
-        below = weight_below(keys, weights, depths_ptr, count, edge, 0.0, BLOCK)
+        below = weight_below(keys, weights, depths_ptr, count, edge, BLOCK)
         kept_weight = below + num_edge * weight_of(edge)
     if top_p < 1.0:
         needed = top_p * kept_weight
         nucleus = tl.full((), 0, tl.int32)
         for bit in range(31):
             candidate = nucleus | (1 << (30 - bit))
-            below = weight_below(keys, weights, depths_ptr, count, candidate, 0.0, BLOCK)
+            below = weight_below(keys, weights, depths_ptr, count, candidate, BLOCK)
             below = tl.where(candidate > edge, kept_weight, below)
             nucleus = tl.where(below < needed, candidate, nucleus)
         # Beyond the edge only by rounding, or with top_p at 1 but for rounding: then all is kept.
         if nucleus < edge:
             edge = nucleus
             num_edge = tl.full((), 0x7FFFFFFF, tl.int32)
-        below = weight_below(keys, weights, depths_ptr, count, edge, 0.0, BLOCK)
+        below = weight_below(keys, weights, depths_ptr, count, edge, BLOCK)
         share = tl.ceil((needed - below) / tl.maximum(weight_of(edge), 1e-30))
         num_needed = tl.minimum(tl.maximum(share, 1.0), 1e9).to(tl.int32)
-        num_here = count_below(keys, depths_ptr, count, edge + 1, BLOCK)
-        num_here -= count_below(keys, depths_ptr, count, edge, BLOCK)
-        num_edge = tl.minimum(tl.minimum(num_edge, num_needed), num_here)
-    below = weight_below(keys, weights, depths_ptr, count, edge, min_p, BLOCK)
-    edge_weight = tl.where(weight_of(edge) >= min_p, num_edge * weight_of(edge), 0.0)
-    kept_weight = below + edge_weight
-    # Rounding up must not reach the total.
-    point = tl.minimum((fraction * kept_weight.to(tl.float64)).to(tl.float32),
-                       kept_weight * 0.9999999)  # fmt: skip
-    drawn = tl.full((), 0, tl.int32)
-    for bit in range(31):
-        candidate = drawn | (1 << (30 - bit))
-        lighter = weight_below(keys, weights, depths_ptr, count, candidate, min_p, BLOCK)
-        lighter = tl.where(candidate > edge, kept_weight, lighter)
-        drawn = tl.where(lighter <= point, candidate, drawn)
-    drawn = tl.minimum(drawn, edge)
-    lighter = weight_below(keys, weights, depths_ptr, count, drawn, min_p, BLOCK)
-    num_equal = count_below(keys, depths_ptr, count, drawn + 1, BLOCK)
-    num_equal -= count_below(keys, depths_ptr, count, drawn, BLOCK)
-    num_equal = tl.where(drawn == edge, tl.minimum(num_equal, num_edge), num_equal)
-    nth = tl.floor((point - lighter) / tl.maximum(weight_of(drawn), 1e-30)).to(tl.int32)
-    nth = tl.maximum(tl.minimum(nth, num_equal - 1), 0)
-    return nth_of_key(depths_ptr, count, drawn, nth, BLOCK)
+        num_edge = tl.minimum(num_edge, num_needed)
+    return edge, num_edge
 
 
 @triton.jit
-def draw_in_order(depths_ptr, count, min_p, fraction, BLOCK: tl.constexpr):
-    """Draws among all with a weight of at least min_p, in order of ids; the place of the token."""
+def kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p, BLOCK: tl.constexpr):
+    """(weights of BLOCK candidates from ``first`` on, 0 where they are cut; how many with the
+    edge's key there were up to their end). ``num_equal`` is how many there were before."""
+    keys, weights = load_block(depths_ptr, count, first, BLOCK)
+    equal = (keys == edge).to(tl.int32)
+    kept = (keys < edge) | ((equal > 0) & (num_equal + tl.cumsum(equal, 0) <= num_edge))
+    weights = tl.where(kept & (weights >= min_p), weights, 0.0)
+    return weights, num_equal + tl.sum(equal, 0)
+
+
+@triton.jit
+def draw_in_order(depths_ptr, count, edge, num_edge, min_p, fraction, BLOCK: tl.constexpr):
+    """Draws among what is kept and has a weight of at least min_p, in the order of ids, as the
+    engine's sampler does; the place of the token."""
     total = 0.0
+    num_equal = 0
     for first in range(0, count, BLOCK):
-        _, weights = load_block(depths_ptr, count, first, BLOCK)
-        total += tl.sum(tl.where(weights >= min_p, weights, 0.0), 0)
+        weights, num_equal = kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p,
+                                        BLOCK)  # fmt: skip
+        total += tl.sum(weights, 0)
     point = (fraction * tl.cast(total, tl.float64)).to(tl.float32)
     before = 0.0
-    place = 0
+    num_equal = 0
+    place = 0x7FFFFFFF
     last = 0
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        _, weights = load_block(depths_ptr, count, first, BLOCK)
-        weights = tl.where(weights >= min_p, weights, 0.0)
+        weights, num_equal = kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p,
+                                        BLOCK)  # fmt: skip
         sums = before + tl.cumsum(weights, 0)
-        place += tl.sum(((sums <= point) & (at < count)).to(tl.int32), 0)
+        # The first that is kept: a parallel sum need not grow in every place, and must never lead
+        # to one that is cut.
+        passed = tl.where((weights > 0.0) & (sums > point), at, 0x7FFFFFFF)
+        place = tl.minimum(place, tl.min(passed, 0))
         last = tl.maximum(last, tl.max(tl.where(weights > 0.0, at, 0), 0))
         before += tl.sum(weights, 0)
     return tl.minimum(place, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
 def draw_kernel(
     best_ptr,
     temperature_ptr,
@@ -377,11 +363,11 @@ def draw_kernel(
 
     place = tl.full((), 0, tl.int32)  # a greedy row: the first of the best
     if index > 0:
+        edge = tl.full((), 0x7F800000, tl.int32)
+        num_edge = tl.full((), 0, tl.int32)
         if (top_k > 0) | (top_p < 1.0):
-            place = draw_falling(row_depths_ptr, count, all_weight, top_k, top_p, min_p, fraction,
-                                 BLOCK)  # fmt: skip
-        else:
-            place = draw_in_order(row_depths_ptr, count, min_p, fraction, BLOCK)
+            edge, num_edge = cut_falling(row_depths_ptr, count, all_weight, top_k, top_p, BLOCK)
+        place = draw_in_order(row_depths_ptr, count, edge, num_edge, min_p, fraction, BLOCK)
     tl.store(tokens_ptr + row, tl.load(row_ids_ptr + place).to(tl.int64))
 
 

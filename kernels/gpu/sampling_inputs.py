@@ -13,7 +13,7 @@ class SamplingInputs:
 
     ``temperature`` float32 (below 1e-5: greedy), ``top_k`` int32 (0: off), ``top_p`` float32 (1:
     off), ``min_p`` float32 (0: off), ``seeds`` int64 (the 64 bits of an unsigned seed) and
-    ``positions`` int64: the index in its sequence of the token that is chosen.
+    ``positions`` int32 or int64: the index in its sequence of the token that is chosen.
     """
 
     temperature: torch.Tensor

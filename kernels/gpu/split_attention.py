@@ -27,15 +27,25 @@ from kernels.gpu.tuning import TUNER, Config
 
 _MAX_TILE = 64
 _MAX_SPLITS = 64
+_FEW_PARTS = 8
 CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 128, "num_warps": 4, "num_stages": 2},
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
 )
+# For wide heads on cards with little shared memory.
+SMALLER: tuple[Config, ...] = ({"BLOCK_N": 16, "num_warps": 4, "num_stages": 1},)
 
 
-@triton.jit(do_not_specialize=["num_rows_total", "table_stride", "window", "num_parts"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows_total", "table_stride", "num_words", "window", "num_parts", "num_tiles")
+    ],
+    do_not_specialize_on_alignment=[
+        *("tables_ptr", "query_starts_ptr", "starts_ptr", "positions_ptr", "ancestors_ptr")
+    ],
+)
 def split_attention_kernel(
     query_ptr,
     data_ptr,
@@ -59,6 +69,8 @@ def split_attention_kernel(
     softcap,
     window,
     num_parts,
+    num_tiles,
+    MANY_TILES: tl.constexpr,
     IS_TREE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,14 +78,16 @@ def split_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
 ):
-    sequence = tl.program_id(0) // NUM_TILES
-    tile = tl.program_id(0) % NUM_TILES
+    sequence = tl.program_id(0)
+    tile = 0
+    if MANY_TILES:
+        sequence = tl.program_id(0) // num_tiles
+        tile = tl.program_id(0) % num_tiles
     kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     if IS_TREE:
@@ -168,7 +182,10 @@ def split_attention_kernel(
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_rows_total", "num_parts"])
+@triton.jit(
+    do_not_specialize=["num_rows_total", "num_parts", "max_rows"],
+    do_not_specialize_on_alignment=["query_starts_ptr"],
+)
 def combine_kernel(
     partial_ptr,
     weight_ptr,
@@ -176,14 +193,14 @@ def combine_kernel(
     out_ptr,
     num_rows_total,
     num_parts,
+    max_rows,
     IS_TREE: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    sequence = tl.program_id(0) // MAX_ROWS
-    row = tl.program_id(0) % MAX_ROWS
+    sequence = tl.program_id(0) // max_rows
+    row = tl.program_id(0) % max_rows
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     if IS_TREE:
@@ -291,7 +308,7 @@ class _Call:
             *(str(query.dtype), str(pages.data.dtype), head_dim, group, block_m),
             *(power_of_2(num_programs), power_of_2(reach)),
         )
-        launch(TUNER.choose("split_attention", key, CONFIGS, launch))
+        TUNER.launch("split_attention", key, CONFIGS, launch, SMALLER)
         return out
 
     def _launch(
@@ -334,13 +351,14 @@ class _Call:
             self.softcap or 0.0,
             self.window or 0,
             parts,
+            num_tiles,
+            MANY_TILES=num_tiles > 1,
             IS_TREE=tree is not None,
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_D=power_of_2(head_dim),
             BLOCK_M=block_m,
             BLOCK_SIZE=pages.block_size,
-            NUM_TILES=num_tiles,
             IS_SPLIT=parts > 1,
             HAS_WINDOW=self.window is not None,
             HAS_SOFTCAP=self.softcap is not None,
@@ -355,10 +373,11 @@ class _Call:
                 out,
                 num_rows,
                 parts,
+                max_rows,
                 IS_TREE=tree is not None,
-                MAX_ROWS=max_rows,
                 HEAD_DIM=head_dim,
                 BLOCK_D=power_of_2(head_dim),
-                PARTS=power_of_2(parts),
+                # Few variants, so that a new length or batch size does not wait for a compiler.
+                PARTS=_FEW_PARTS if parts <= _FEW_PARTS else _MAX_SPLITS,
                 num_warps=4,
             )

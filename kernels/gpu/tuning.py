@@ -47,6 +47,7 @@ class Tuner:
         self._device = f"{device_name}, triton {triton.__version__}"
         self._time_ms = time_ms or device_time_ms
         self._configs = _read(path).get(self._device, {}) if path else {}
+        self._fitting: dict[str, Config] = {}  # where the first choice needs more than there is
         self._is_measuring = False
 
     def choose(
@@ -64,12 +65,39 @@ class Tuner:
         known = self._configs.get(name)
         if known is not None and known in candidates:
             return known
-        if not self._is_measuring or run is None:
+        if not self._is_measuring or run is None or _is_capturing():
             return candidates[0]
         best = self._fastest(candidates, run)
         self._configs[name] = dict(best)
         logger.info("tuned %s: %s", name, dict(best))
         return best
+
+    def launch(
+        self,
+        kernel: str,
+        key: Key,
+        candidates: Sequence[Config],
+        run: Callable[[Config], None],
+        smaller: Sequence[Config] = (),
+    ) -> None:
+        """Runs ``kernel`` as ``choose`` says. Where that needs more shared memory or registers than
+        the card has, the first of ``candidates`` and then of ``smaller`` that fits is taken from
+        then on. Raises RuntimeError where none does."""
+        name = " ".join((kernel, *map(str, key)))
+        config = self._fitting.get(name) or self.choose(kernel, key, candidates, run)
+        try:
+            run(config)
+            return
+        except OutOfResources as error:
+            logger.info("%s: %s does not fit: %s", name, dict(config), error)
+        for other in (*candidates, *smaller):
+            try:
+                run(other)
+            except OutOfResources:
+                continue
+            self._fitting[name] = other
+            return
+        raise RuntimeError(f"no launch configuration of {name} fits this device")
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -81,6 +109,11 @@ class Tuner:
             self._is_measuring = False
             self._write()
 
+    @property
+    def chosen(self) -> dict[str, dict[str, int]]:
+        """What was measured, here or before, and what was taken because it fits."""
+        return {**self._configs, **{name: dict(c) for name, c in self._fitting.items()}}
+
     def put(self, kernel: str, key: Key, config: Config) -> None:
         """Fixes a configuration without measuring it."""
         self._configs[" ".join((kernel, *map(str, key)))] = dict(config)
@@ -88,6 +121,7 @@ class Tuner:
     def clear(self) -> None:
         """Forgets all configurations; the file stays as it is."""
         self._configs.clear()
+        self._fitting.clear()
 
     def _fastest(self, candidates: Sequence[Config], run: Callable[[Config], None]) -> Config:
         times: list[tuple[float, int]] = []
@@ -97,9 +131,8 @@ class Tuner:
             except OutOfResources:  # too much shared memory or too many registers for this card
                 continue
             times.append((self._time_ms(partial(run, config)), index))
-        if not times:
-            raise RuntimeError("no launch configuration of a kernel fits this device")
-        return candidates[min(times)[1]]
+        # Where none fits, ``launch`` looks for a smaller one.
+        return candidates[min(times)[1]] if times else candidates[0]
 
     def _write(self) -> None:
         if self._path is None:
@@ -112,6 +145,11 @@ class Tuner:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(contents, file, indent=1, sort_keys=True)
         Path(temporary).replace(self._path)
+
+
+def _is_capturing() -> bool:
+    """Measuring waits for the device, which no recording of a CUDA graph survives."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def default_path() -> Path:

@@ -318,30 +318,39 @@ static float threshold(const float *weights, int num, float least, float needed,
     return low.value;
 }
 
-/* In the order of words, where the running sum of the weights passes `fraction` of all that may be
- * drawn. */
-static int draw_word(const float *weights, int num, const pn_draft_choice *choice, float fraction) {
-    float least = 0.0f, passed = 0.0f;
+/* The word that most of the draws within `reach` of `fraction` would choose, in the order of words;
+ * `share` of these draws do. */
+static int guess_word(const float *weights, int num, const pn_draft_choice *choice, float fraction,
+                      float reach, float *share) {
+    float least = 0.0f, passed = 0.0f, most = -1.0f;
     if (choice->top_k > 0 && choice->top_k < num)
         least = threshold(weights, num, least, (float)choice->top_k, 0);
     if (choice->top_p < 1.0f)
         least = threshold(weights, num, least, choice->top_p * measure(weights, num, least, 1), 1);
     if (least < choice->min_p) least = choice->min_p;
-    float wanted = fraction * measure(weights, num, least, 1);
-    int last = 0;
-    for (int j = 0; j < num; j++) {
+    float total = measure(weights, num, least, 1);
+    float low = fraction > reach ? (fraction - reach) * total : 0.0f;
+    float high = fraction + reach < 1.0f ? (fraction + reach) * total : total;
+    int word = 0;
+    for (int j = 0; j < num && passed < high; j++) {
         if (weights[j] < least || weights[j] == 0.0f) continue;
-        last = j;
+        float start = passed > low ? passed : low;
         passed += weights[j];
-        if (passed > wanted) break;
+        float covered = (passed < high ? passed : high) - start;
+        if (covered > most) {
+            most = covered;
+            word = j;
+        }
     }
-    return last;
+    *share = most > 0.0f ? most / (high - low) : 0.0f;
+    return word;
 }
 
-/* The likeliest word or, where `fraction` is not negative, the drawn one; and how likely it is.
+/* The likeliest word or, where `fraction` is not negative, the one that is likely to be drawn; and
+ * how likely it is: of what is drawn, the geometric mean of its share and of what the head says.
  * `logits` become weights. */
-static int choose_word(float *logits, int num_words, float fraction, const pn_draft_choice *choice,
-                       float *probability) {
+static int choose_word(float *logits, int num_words, float fraction, float reach,
+                       const pn_draft_choice *choice, float *probability) {
     int padded = num_words / PN_TILE * PN_TILE, word = 0;
     f8 most = f8_all(-INFINITY), total = f8_all(0);
     for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(logits + j));
@@ -350,18 +359,38 @@ static int choose_word(float *logits, int num_words, float fraction, const pn_dr
     while (word < num_words - 1 && logits[word] != largest) word++;
     float factor = fraction < 0 ? 1.0f : 1.0f / choice->temperature;
     for (int j = 0; j < padded; j += PN_TILE) {
-        f8 weight = f8_exp((f8_load(logits + j) - largest) * factor);
-        total += weight;
+        f8 logit = f8_load(logits + j) - largest;
+        f8 weight = f8_exp(logit * factor);
+        total += fraction < 0 ? weight : f8_exp(logit);
         f8_store(logits + j, weight);
     }
     for (int j = padded; j < num_words; j++) {
-        logits[j] = expf((logits[j] - largest) * factor);
-        sum += logits[j];
+        float logit = logits[j] - largest;
+        logits[j] = expf(logit * factor);
+        sum += fraction < 0 ? logits[j] : expf(logit);
     }
     sum += f8_sum(total);
-    if (fraction >= 0) word = draw_word(logits, num_words, choice, fraction);
-    *probability = logits[word] / sum;
+    if (fraction < 0) {
+        *probability = logits[word] / sum;
+        return word;
+    }
+    float share;
+    word = guess_word(logits, num_words, choice, fraction, reach, &share);
+    *probability = sqrtf(share * powf(logits[word], choice->temperature) / sum);
     return word;
+}
+
+/* Whether a segment's chain goes on in a pass: all its drafts so far were worth it. */
+static int is_active(const pn_draft_session *s, int segment, int pass) {
+    const pn_draft_choice *choice = &s->batch->choices[segment];
+    return s->chain_lengths[segment] >= pass && choice->most_drafts > pass &&
+           (pass == 0 || s->products[segment] >= choice->least_followed);
+}
+
+static int has_active(const pn_draft_session *s, int pass) {
+    for (int i = 0; i < s->batch->num_segments; i++)
+        if (is_active(s, i, pass)) return 1;
+    return 0;
 }
 
 /* What follows the last row of a segment: a draft, and the next pass's row. */
@@ -369,11 +398,11 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     const pn_draft_batch *batch = s->batch;
     const pn_draft_choice *choice = &batch->choices[segment];
     int64_t at = (int64_t)p->pass * batch->num_segments + segment;
-    if (s->chain_lengths[segment] < p->pass || p->pass >= choice->most_drafts) return;
+    if (!is_active(s, segment, p->pass)) return;
     float probability, *logits = s->logits + (int64_t)segment * s->model->num_words;
     float fraction = batch->fractions[at];
-    int word = choose_word(logits, s->model->num_words, fraction, choice, &probability);
-    if (fraction >= 0) probability += batch->drawn_bonus * (1.0f - probability);
+    int word = choose_word(logits, s->model->num_words, fraction, batch->guess_reach, choice,
+                           &probability);
     s->products[segment] *= probability;
     if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
     s->chain_lengths[segment] = p->pass + 1;
@@ -383,11 +412,6 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
         rows_of(s, p->pass + 1)[segment].token = s->model->target_ids[word];
 }
 
-static int has_active(const pn_draft_session *s, int pass) {
-    for (int i = 0; i < s->batch->num_segments; i++)
-        if (s->chain_lengths[i] >= pass && s->batch->choices[i].most_drafts > pass) return 1;
-    return 0;
-}
 
 static void run_task(void *context, int number, int task, int thread) {
     pn_draft_session *s = context;

@@ -120,7 +120,8 @@ class DraftChoice(Structure):
     """pn_draft_choice."""
 
     _fields_ = (
-        *((n, c_float) for n in ("temperature", "top_p", "min_p", "least_probability")),
+        *((n, c_float) for n in ("temperature", "top_p", "min_p")),
+        *((n, c_float) for n in ("least_probability", "least_followed")),
         *((n, c_int32) for n in ("top_k", "most_drafts")),
     )
 
@@ -135,7 +136,7 @@ class DraftBatch(Structure):
         *((n, c_void_p) for n in ("fractions", "logits", "out_states", "out_tokens")),
         *((n, c_void_p) for n in ("out_probabilities", "out_lengths")),
         *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
-        ("drawn_bonus", c_float),
+        ("guess_reach", c_float),
         ("reserved", c_int32),
     )
 

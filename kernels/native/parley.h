@@ -272,6 +272,7 @@ typedef struct {
 typedef struct {
     float temperature, top_p, min_p; /* of what is drawn from, as in llm_core/sampler.py */
     float least_probability;         /* a chain ends before its product falls below this */
+    float least_followed;            /* and after the draft whose product does */
     int32_t top_k, most_drafts;
 } pn_draft_choice;
 
@@ -294,7 +295,7 @@ typedef struct {
     float *out_probabilities; /* likewise */
     int32_t *out_lengths;     /* [num_segments] drafts that count */
     int32_t num_rows, num_outputs, num_segments, num_steps;
-    float drawn_bonus; /* what a drawn word's probability gains of what it lacks to 1 */
+    float guess_reach; /* how far from a fraction draws are asked for the word to guess */
     int32_t reserved;
 } pn_draft_batch;
 

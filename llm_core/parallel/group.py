@@ -8,9 +8,10 @@ loopback interface, so nothing is opened to the network.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,14 @@ import torch.distributed as dist
 _MEETING_TIMEOUT = timedelta(minutes=2)
 # A rank that waits for the next step waits as long as nobody speaks; what ends it is rank 0's end.
 _STEP_TIMEOUT = timedelta(days=365)
-_MESSAGE_LEN = 1024  # int32 words of the first part: a decode step of 64 rows fits
+_MESSAGE_LEN = 4096  # int32 words of the first part: a decode step of 64 rows fits
+
+
+class PendingSum(Protocol):
+    """A sum over ranks that was begun."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum. On a GPU it is the stream that waits, not the host."""
 
 
 class Collectives(Protocol):
@@ -26,11 +34,31 @@ class Collectives(Protocol):
 
     num_ranks: int
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
-        """x becomes the sum of all ranks' x, on each of them."""
+    def start_sum(self, x: torch.Tensor) -> PendingSum:
+        """Begins to make x the sum of all ranks' x, on each of them."""
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[R, W] of each rank (W the same on all) -> [R, num_ranks * W], in the order of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """There is nothing to wait for."""
+
+    x: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.x
+
+
+@dataclass(frozen=True, slots=True)
+class _Summing:
+    x: torch.Tensor
+    work: Any  # torch.distributed's
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.x
 
 
 class Alone:
@@ -38,8 +66,8 @@ class Alone:
 
     num_ranks = 1
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
-        pass
+    def start_sum(self, x: torch.Tensor) -> PendingSum:
+        return Summed(x)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -68,9 +96,11 @@ class RankGroup:
             timeout=_STEP_TIMEOUT,
         )
 
-    def all_reduce_(self, x: torch.Tensor) -> None:
+    def start_sum(self, x: torch.Tensor) -> PendingSum:
         """As in ``Collectives``."""
-        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None, "this process is in the group"
+        return _Summing(x, work)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """As in ``Collectives``."""

@@ -1,9 +1,10 @@
 """What rank 0 tells the others, so that all run the same step: the first word is what it is.
 
-STEP   layout (4), shape (3; zeros: none), rows, rows of logits, wants features | words of a step
+STEP   layout (4), shape (3; zeros: none), rows, rows of logits, wants features, chooses | words
 COPY   source block, target block, rows
 MOVE   start, blocks, rows | block ids | rows
 TAPS   feature layers
+VOCAB  how many of the words may be chosen
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from enum import IntEnum
 
 import torch
 
-from llm_core.batch import ForwardBatch, ForwardResult
+from llm_core.batch import ForwardBatch, ForwardResult, Launched
 from llm_core.cuda_batch import StepLayout
 from llm_core.cuda_cache import GpuKvCache
 from llm_core.cuda_graphs import StepShape
-from llm_core.gpu_decoder import PackedStep, TritonDecoder
+from llm_core.cuda_step import PackedStep
+from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
 from llm_core.parallel.group import RankGroup
 
-_STEP_HEADER_LEN = 11
+_STEP_HEADER_LEN = 12
 
 
 class _Kind(IntEnum):
-    STEP, COPY, MOVE, TAPS = range(4)
+    STEP, COPY, MOVE, TAPS, VOCAB = range(5)
 
 
 class LeadModel:
@@ -47,11 +49,20 @@ class LeadModel:
         self._tell(_Kind.TAPS, layers)
         self.decoder.set_feature_layers(layers)
 
+    def choose_below(self, vocab_size: int) -> None:
+        """See ``model_choice.TokenChooser``."""
+        self._tell(_Kind.VOCAB, (vocab_size,))
+        self.decoder.choose_below(vocab_size)
+
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """See ``TritonDecoder``. Raises RuntimeError when a rank is gone."""
+        return self.launch(batch, cache).result()
+
+    def launch(self, batch: ForwardBatch, cache: KvCache) -> Launched:
+        """See ``TritonDecoder``. Raises as ``forward``."""
         step = self.decoder.pack(batch, cache)
         self._group.announce(encode_step(step))
-        return self.decoder.result(step, *self.decoder.run(step, cache))
+        return self.decoder.fetch(step, batch.choices, self.decoder.run(step, cache))
 
     def _tell(self, kind: _Kind, numbers: Sequence[int]) -> None:
         self._group.announce(torch.tensor([kind, *numbers], dtype=torch.int32))
@@ -64,7 +75,7 @@ def encode_step(step: PackedStep) -> torch.Tensor:
         _Kind.STEP,
         *(layout.num_rows, layout.num_segments, layout.num_logit_rows, layout.table_width),
         *((shape.num_sequences, shape.rows_each, shape.max_length) if shape else (0, 0, 0)),
-        *(step.num_rows, step.num_logit_rows, step.wants_features),
+        *(step.num_rows, step.num_logit_rows, step.wants_features, step.chooses),
     ]
     return torch.cat((torch.tensor(header, dtype=torch.int32), step.words))
 
@@ -74,12 +85,13 @@ def decode_step(words: torch.Tensor) -> PackedStep:
     header = words[:_STEP_HEADER_LEN].tolist()
     layout, shape = StepLayout(*header[1:5]), StepShape(*header[5:8])
     return PackedStep(
-        words[_STEP_HEADER_LEN:],
+        words[_STEP_HEADER_LEN:].clone(),  # what is read as 8 bytes must lie so
         layout,
         shape if shape.num_sequences else None,
         header[8],
         header[9],
         wants_features=bool(header[10]),
+        chooses=bool(header[11]),
     )
 
 
@@ -95,6 +107,8 @@ def follow(decoder: TritonDecoder, cache: GpuKvCache, group: RankGroup) -> None:
                 cache.copy_rows(*numbers.tolist())
             elif kind is _Kind.TAPS:
                 decoder.set_feature_layers(tuple(numbers.tolist()))
+            elif kind is _Kind.VOCAB:
+                decoder.choose_below(int(numbers[0]))
             else:
                 start, num_blocks, _, *rest = numbers.tolist()
                 cache.move_rows(rest[:num_blocks], start, rest[num_blocks:])

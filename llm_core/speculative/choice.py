@@ -10,7 +10,7 @@ from llm_core.messages import EngineConfig
 from llm_core.model_files import OpenModel, open_model
 from llm_core.native_decoder import NativeDecoder
 from llm_core.runner import ModelRunner
-from llm_core.speculative.calibration import measure_row_costs
+from llm_core.speculative.calibration import measure_draft_costs, measure_row_costs
 from llm_core.speculative.control import Controller, FixedController
 from llm_core.speculative.controller import AutoController
 from llm_core.speculative.draft_head import DraftHead
@@ -29,7 +29,7 @@ from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.medusa_drafter import MedusaDrafter
 from llm_core.speculative.native_head import NativeHead, unsupported_head_reason
 from llm_core.speculative.ngram import NgramDrafter
-from llm_core.speculative.row_cost import RowCost
+from llm_core.speculative.row_cost import DraftCost, RowCost
 
 logger = logging.getLogger("llm_core.speculation")
 
@@ -78,14 +78,18 @@ def _make(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Draft
     return drafter
 
 
-def make_controller(config: EngineConfig, runner: ModelRunner) -> Controller:
-    """Who decides, from costs that are measured here. Nothing may have been computed yet."""
+def make_controller(
+    config: EngineConfig, runner: ModelRunner, drafter: Drafter | None
+) -> Controller:
+    """Who decides about ``drafter``, from costs that are measured here. Nothing may have been
+    computed yet."""
     shape = DraftShape(
         max_drafts=config.draft_tokens, max_depth=config.draft_depth, width=config.draft_width
     )
     if config.draft_control == "fixed":
         return FixedController(shape)
-    return AutoController(shape, RowCost(measure_row_costs(runner)))
+    draft_ns = {1: 1.0} if drafter is None else measure_draft_costs(drafter, runner)
+    return AutoController(shape, RowCost(measure_row_costs(runner)), DraftCost(draft_ns))
 
 
 def _eagle_head(head: HeadFile, runner: ModelRunner, opened: OpenModel) -> DraftHead:

@@ -38,6 +38,10 @@ class Controller(Protocol):
     def stepped(self, num_rows: int, duration_ns: int) -> None:
         """How long the target took for a step."""
 
+    def finished(self, duration_ns: int) -> None:
+        """How long all of a step took for which ``shape`` was asked: drafting, the target, drawing
+        and accepting."""
+
 
 class FixedController:
     """The same shape in every step, whatever it costs. For measurements and tests."""
@@ -58,4 +62,7 @@ class FixedController:
         pass
 
     def stepped(self, num_rows: int, duration_ns: int) -> None:
+        pass
+
+    def finished(self, duration_ns: int) -> None:
         pass

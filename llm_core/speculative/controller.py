@@ -1,120 +1,97 @@
 """Speculation where it gains time, as much as gains: decided in each step from what was measured.
 
-A step says one token for each of its S streams, and one more for each draft that is right. With T
-the time by rows (``row_cost``) and p the probability that a draft's whole path is right, drafts are
-added, the likeliest first, as long as (S + sum of p) / T(rows + drafts) grows. What the drafter
-says of its own probability is corrected by how often that came true.
-
-Whether to draft at all is decided by what it brought lately with as many streams: drafting takes
-time itself. Where it does not pay it is tried again now and then, for a fraction of a percent.
+Two questions. *Whether* to draft is answered by whole steps: tokens and time of those with drafts
+beside those without (``record``), whatever their time goes into. Tokens are counted as expected,
+sum of p, which is the same in the mean as what came true and less noisy. *How many*: a draft is
+worth a row when its path is right with a probability p above rate * (what one row more costs), rate
+being the tokens in time that are made otherwise; and what follows a draft is worth drafting when p
+times the usual share of right followers is above rate * (the time of that draft and its row). This
+maximises tokens in time in the long run (Dinkelbach 1967), where the best ratio of each single step
+would not. Probabilities are what the drafter says, corrected by how often that came true.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 
 from llm_core.speculative.control import Situation
 from llm_core.speculative.drafter import DraftShape
-from llm_core.speculative.row_cost import RowCost
+from llm_core.speculative.record import Record
+from llm_core.speculative.row_cost import DraftCost, RowCost
 from llm_core.speculative.tree import EMPTY, DraftTree
+from llm_core.speculative.truth import Truth
 
-_NUM_BUCKETS = 10  # of probabilities that the drafter gives
-_PRIOR = 6.0  # verified drafts after which what came true counts as much as what was said
-_FORGET = 0.995
-_GAIN_WEIGHT = 0.08  # of the newest step
-_LEAST_GAIN = 1.01
-_TRIAL_STEPS, _PAUSE_STEPS = 3, 60
-_OUTLIER, _RISE = 3.0, 1.1  # drafts that take so much longer than known; how fast that is learnt
+_OUTLIER = 3.0  # times what is known: the head read a prompt, or the machine was away
+_KNOWN = 4  # drafts after which their time is known
+_SMALL = 0.1  # of a step: what takes less is never an outlier
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
-
-
-class Truth:
-    """How often drafts are right, by the probability that the drafter gave them."""
-
-    def __init__(self) -> None:
-        middles = [(bucket + 0.5) / _NUM_BUCKETS for bucket in range(_NUM_BUCKETS)]
-        self._right = [_PRIOR * middle for middle in middles]
-        self._all = [_PRIOR] * _NUM_BUCKETS
-
-    def observe(self, said: float, *, is_right: bool) -> None:
-        """One verified draft."""
-        bucket = min(int(said * _NUM_BUCKETS), _NUM_BUCKETS - 1)
-        self._right[bucket] = _FORGET * self._right[bucket] + is_right
-        self._all[bucket] = _FORGET * self._all[bucket] + 1
-
-    def corrected(self, said: float) -> float:
-        """What ``said`` is worth."""
-        bucket = min(int(said * _NUM_BUCKETS), _NUM_BUCKETS - 1)
-        return min(1.0, self._right[bucket] / self._all[bucket])
-
-
-@dataclass(slots=True)
-class _Record:
-    """What speculation brought lately, for one size of batches."""
-
-    gain: float = 1.2  # (tokens in time) with drafts by the same without; at first it is hoped for
-    draft_step_ns: float = 0.0  # drafting, by depth
-    num_idle: int = 0  # steps since it was tried
+_PLAIN, _DRAFTED, _OTHER = range(3)  # kinds of steps
+_HOPED = 0.9  # of drafts are right at best: where even that gains nothing, none are tried
 
 
 class AutoController:
     """See ``Controller``. ``limits`` are never exceeded; a ``width`` above 1 is used where rows are
     nearly free."""
 
-    def __init__(self, limits: DraftShape, cost: RowCost) -> None:
+    def __init__(self, limits: DraftShape, cost: RowCost, draft_cost: DraftCost) -> None:
         self._limits = limits
         self._cost = cost
+        self._draft_cost = draft_cost
         self._truth = Truth()
-        self._records: dict[int, _Record] = {}
-        self._record = _Record()
-        self._num_streams = 1
-        self._draft_ns = 0
+        self._records: dict[int, Record] = {}
+        self._record = Record()
+        self._kind = _PLAIN
+        self._tokens = 1.0
 
     def shape(self, situation: Situation) -> DraftShape | None:
-        self._num_streams = situation.num_streams
-        self._record = record = self._records.setdefault(_size_class(situation), _Record())
+        self._kind = _PLAIN
+        self._record = self._records.setdefault(_size_class(situation), Record())
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
-        if record.gain < _LEAST_GAIN:
-            record.num_idle += 1
-            if record.num_idle <= _PAUSE_STEPS:
-                return None
-            if record.num_idle >= _PAUSE_STEPS + _TRIAL_STEPS:
-                record.num_idle = 0
-        self._draft_ns = 0
+        if not self._could_pay(situation) or not self._record.wants_drafts(situation.num_streams):
+            return None
         rows, streams = situation.num_rows, situation.num_streams
-        now_ns = self._cost.ns(rows)
-        least_ns = min(
-            (self._cost.ns(rows + more) - now_ns) / more for more in (1, 2, 4) if more > 0
-        )
-        worth = streams / now_ns * (least_ns + record.draft_step_ns / streams)
+        rate = self._rate(situation)
+        now_ns, one_ns, two_ns = (self._cost.ns(rows + more) for more in (0, 1, 2))
+        _, step_ns = self._draft_ns(streams)
+        least = rate * (one_ns - now_ns)
+        followed = rate * (step_ns / streams + two_ns - one_ns) / max(0.05, self._truth.later)
         is_flat = self._cost.ns(rows + 8 * streams) < _FLAT * now_ns
         return replace(
             self._limits,
+            max_depth=self._limits.max_depth if streams == 1 else self._best_depth(situation),
             width=self._limits.width if is_flat else 1,
-            least_probability=max(self._limits.least_probability, min(0.9, 0.5 * worth)),
+            least_probability=max(self._limits.least_probability, min(0.9, 0.5 * least)),
+            least_followed=max(self._limits.least_followed, self._truth.said_for(followed)),
         )
 
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
-        """The drafts that make the most tokens in time together."""
+        """The drafts that are worth their rows."""
         paths = [self._paths(tree) for tree in trees]
-        drafts = [(-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)]
-        drafts.sort()
-        tokens, rows = float(situation.num_streams), situation.num_rows
+        drafts = sorted(
+            (-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)
+        )
+        rows = situation.num_rows
         plain_ns = self._cost.ns(rows)
-        best_rate, best_count = tokens / plain_ns, 0
-        for count, (minus_p, _, _) in enumerate(drafts, 1):
-            tokens -= minus_p
-            rate = tokens / self._cost.ns(rows + count)
-            if rate > best_rate:
-                best_rate, best_count = rate, count
-        if self._draft_ns:
-            # Drafting took time that a plain step would not have.
-            gain = best_rate * plain_ns / situation.num_streams
-            with_ns = self._cost.ns(rows + best_count)
-            gain *= with_ns / (with_ns + self._draft_ns)
-            self._record.gain += _GAIN_WEIGHT * (gain - self._record.gain)
+        gains = list(accumulate(-minus_p for minus_p, _, _ in drafts))
+        rate = self._rate(situation)
+        if not self._record.drafted_ns.num_seen:  # nothing better is known than this step's best
+            rates = (
+                (situation.num_streams + gained) / self._cost.ns(rows + count)
+                for count, gained in enumerate(gains, 1)
+            )
+            rate = max([rate, *rates])
+        best, best_count = 0.0, 0
+        self._tokens = float(situation.num_streams)
+        for count, gained in enumerate(gains, 1):
+            worth = gained - rate * (self._cost.ns(rows + count) - plain_ns)
+            if worth > best:
+                best, best_count = worth, count
+                self._tokens = situation.num_streams + gained
+        if best_count and self._kind == _PLAIN:
+            self._kind = _OTHER  # what a guide forces: neither with drafts nor without
         kept: list[list[int]] = [[] for _ in trees]
         for _, index, i in drafts[:best_count]:
             kept[index].append(i)
@@ -124,28 +101,80 @@ class AutoController:
         ]
 
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
-        depth = max((max(tree.depths, default=0) for tree in trees), default=0) + 1
-        record, step_ns = self._record, duration_ns / depth
-        known_ns = record.draft_step_ns
-        if known_ns == 0:
-            record.draft_step_ns = step_ns
-        elif step_ns > _OUTLIER * known_ns:
-            # A head reads a prompt before its first draft: once a reply, and no price of drafts.
-            record.draft_step_ns *= _RISE
+        self._kind = _DRAFTED
+        depth = max(1, max((max(tree.depths, default=0) for tree in trees), default=0))
+        ratio = duration_ns / self._cost.load / self._draft_cost.ns(depth)
+        scale = self._record.draft_scale
+        usual = scale.value if scale.num_seen else len(trees) ** 0.5
+        if ratio < _OUTLIER * usual or duration_ns < _SMALL * self._cost.ns(1):
+            scale.add(ratio)
+            return
+        # The first draft of a reply reads its prompt, as its end would do if there was none.
+        self._kind = _OTHER
+        if scale.num_seen < _KNOWN:  # or what was measured at the start is not true
+            scale.value, scale.num_seen = 1.5 * usual, 1
         else:
-            weight = 0.5 if step_ns < known_ns else 0.1
-            record.draft_step_ns += weight * (step_ns - known_ns)
-            self._draft_ns = duration_ns
+            scale.add(1.2 * usual)
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        rows = set(accepted)
+        rows, depths = set(accepted), tree.depths
         for draft, parent in enumerate(tree.parents):
             if parent + 1 in rows:
                 is_right = draft + 1 in rows
-                self._truth.observe(tree.probabilities[draft], is_right=is_right)
+                said = tree.probabilities[draft]
+                self._truth.observe(said, is_right=is_right, depth=depths[draft])
 
     def stepped(self, num_rows: int, duration_ns: int) -> None:
         self._cost.observe(num_rows, duration_ns)
+
+    def finished(self, duration_ns: int) -> None:
+        duration = duration_ns / self._cost.load
+        if self._kind == _DRAFTED:
+            self._record.drafted(self._tokens, duration)
+        elif self._kind == _PLAIN:
+            self._record.plain(duration)
+
+    def _rate(self, situation: Situation) -> float:
+        """Tokens in a nanosecond, at the present load."""
+        known = self._record.rate(situation.num_streams) / self._cost.load
+        return known or situation.num_streams / self._cost.ns(situation.num_rows)
+
+    def _draft_ns(self, num_streams: int) -> tuple[float, float]:
+        """What the first draft of every stream takes, and each further one."""
+        scale = self._record.draft_scale
+        factor = self._cost.load * (scale.value if scale.num_seen else num_streams**0.5)
+        return factor * self._draft_cost.ns(1), factor * self._draft_cost.step_ns
+
+    def _best_depth(self, situation: Situation) -> int:
+        """How far all streams together go: a pass of the head takes as long for the last stream
+        that is still sure of itself as for all."""
+        rows, streams = situation.num_rows, situation.num_streams
+        first_ns, step_ns = self._draft_ns(streams)
+        tokens, path, best, best_rate = 1.0, self._truth.first, 1, 0.0
+        for depth in range(1, self._limits.max_depth + 1):
+            tokens += path
+            path *= self._truth.later
+            took_ns = self._cost.ns(rows + depth * streams) + first_ns + (depth - 1) * step_ns
+            if tokens / took_ns > best_rate:
+                best, best_rate = depth, tokens / took_ns
+        return best
+
+    def _could_pay(self, situation: Situation) -> bool:
+        """Whether drafts would gain time if they were right as often as one can hope."""
+        rows, streams = situation.num_rows, situation.num_streams
+        scale = self._record.draft_scale.value or 1.0
+        factor = min(scale, streams) * self._cost.load
+        first_ns, step_ns = factor * self._draft_cost.ns(1), factor * self._draft_cost.step_ns
+        plain_ns = self._cost.ns(rows)
+        tokens, likely = 1.0, 1.0
+        for depth in range(1, self._limits.max_depth + 1):
+            likely *= _HOPED
+            tokens += likely
+            took_ns = self._cost.ns(rows + depth * streams) + first_ns + (depth - 1) * step_ns
+            if tokens * plain_ns > took_ns:
+                return True
+        # One stream may be sure of itself where the others are not.
+        return plain_ns * (1 + _HOPED / streams) > self._cost.ns(rows + 1) + first_ns
 
     def _paths(self, tree: DraftTree) -> list[float]:
         """How likely each draft's whole path is right; a parent's is never below its child's."""
@@ -156,4 +185,4 @@ class AutoController:
 def _size_class(situation: Situation) -> int:
     """Batches of about the same number of streams, and of rows of prompts beside them."""
     prompt_rows = situation.num_rows - situation.num_streams
-    return situation.num_streams.bit_length() * 16 + prompt_rows.bit_length()
+    return situation.num_streams * 16 + prompt_rows.bit_length()

@@ -4,12 +4,17 @@ At each depth the ``width`` likeliest paths of a sequence are followed, and the 
 tokens after each are candidates; in the end the best ``max_drafts`` of all candidates are the tree.
 A width of 1 is a chain, which ends where its path gets too unlikely to be worth a row.
 
-With a random number for each token (``DraftRequest.fractions``) the token that the head would draw
-by it comes first: target and head, given the same number, agree more often than on the likeliest.
+With a random number for each token (``DraftRequest.fractions``) the token that the target is likely
+to draw by it comes first. Target and head walk through nearly the same distribution in the same
+order, but what lies before a token shifts one against the other; so the guess is the token that
+most numbers near the given one would draw from the head. Measured (SmolLM2-135M, temperature 0.7,
+spoken / general): 0.37 / 0.42 of first drafts right with numbers within 0.25; 0.34 / 0.39 by the
+number itself, 0.35 / 0.42 by the likeliest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,15 +22,14 @@ import numpy as np
 import torch
 
 from llm_core.batch import Segment
-from llm_core.sampler import FloatRow, draw_token
+from llm_core.messages import SamplingParams
+from llm_core.sampler import FloatRow, candidates
 from llm_core.speculative.draft_head import HeadBatch, HeadResult
 from llm_core.speculative.drafter import DraftRequest
 from llm_core.speculative.tree import DraftTree
 
-# How far a drawn token is trusted beyond its own probability: that two near distributions draw the
-# same token by one number is likelier than the token itself.
-DRAWN_BONUS = 0.5
-LEAST_TEMPERATURE = 0.05  # of the distribution that says how likely a drawn token is
+GUESS_REACH = 0.25  # of a head, whose distribution is near the target's
+EXACT_REACH = 1e-6  # of a drafter that knows the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,28 @@ class DraftPlace:
     capacity: int
 
 
+def guess_token(
+    row: FloatRow, params: SamplingParams, fraction: float, reach: float
+) -> tuple[int, float]:
+    """The token that most of the numbers within ``reach`` of ``fraction`` in [0, 1) would draw from
+    logits float32 [vocab], by the rule of ``sampler.draw_token``; and which share of them."""
+    ids, weights = candidates(row, float(row.max()), params)
+    if ids is not None:
+        order = np.argsort(ids)
+        ids, weights = ids[order], weights[order]
+    ends = np.cumsum(weights, dtype=np.float64)
+    low, high = (min(1.0, max(0.0, fraction + side)) * ends[-1] for side in (-reach, reach))
+    covered = np.minimum(ends, high) - np.maximum(ends - weights, low)
+    at = int(covered.argmax())
+    return at if ids is None else int(ids[at]), float(covered[at] / (high - low))
+
+
 class _Growing:
     """One sequence's candidates, and which of them are followed."""
 
-    def __init__(self, request: DraftRequest, place: DraftPlace) -> None:
+    def __init__(self, request: DraftRequest, place: DraftPlace, reach: float) -> None:
         self.request = request
+        self._reach = reach
         self.place = place
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -71,7 +92,8 @@ class _Growing:
                 self.paths.append(before * probability)
                 origin.append(at)
         new = range(first, len(self.tokens))
-        likely = [i for i in new if self.paths[i] >= shape.least_probability]
+        least = max(shape.least_probability, shape.least_followed)
+        likely = [i for i in new if self.paths[i] >= least]
         best = sorted(likely, key=lambda i: -self.paths[i])[: shape.width]
         self.frontier = sorted(best)
         self._states_of_new = {i: states[origin[i - first]] for i in self.frontier}
@@ -106,25 +128,23 @@ class _Growing:
         request, width = self.request, self.request.shape.width
         logits: FloatRow = row.numpy()
         fraction = request.fractions[self.depth - 1] if request.fractions else None
-        drawn: int | None = None
+        weights = np.exp(logits - logits.max())
+        likely = weights / weights.sum()
+        drawn, share = None, 1.0
         if fraction is not None:
-            drawn = draw_token(logits, request.params, fraction)
-            logits = (logits - logits.max()) / np.float32(
-                max(request.params.temperature, LEAST_TEMPERATURE)
-            )
-        if width == 1 and drawn is None:
+            drawn, share = guess_token(logits, request.params, fraction, self._reach)
+        elif width == 1:
             drawn = int(logits.argmax())
-        best = logits.max()
-        total = float(np.exp(logits - best).sum())
         words = [] if drawn is None else [drawn]
         if width > 1:
             top = np.argpartition(-logits, width)[:width]
             words += [int(w) for w in top[np.argsort(-logits[top], kind="stable")] if w != drawn]
         children = []
         for word in words[:width]:
-            probability = float(np.exp(logits[word] - best)) / total
+            probability = float(likely[word])
             if fraction is not None and word == drawn:
-                probability += DRAWN_BONUS * (1 - probability)
+                # Sure of the word, and sure that it is drawn.
+                probability = math.sqrt(probability * min(1.0, share))
             children.append((word, min(1.0, probability)))
         return children
 
@@ -138,12 +158,13 @@ class Grower:
         result: HeadResult,
         places: Sequence[DraftPlace],
         target_ids: Sequence[int],
+        reach: float = GUESS_REACH,
     ) -> None:
-        """``result``: what the head says after each request's text; ``places``: where its
-        drafts are kept; ``target_ids``: the token of each draft word."""
+        """``result``: what the head says after each request's text; ``places``: where its drafts
+        are kept; ``target_ids``: the token of each draft word; ``reach``: see ``guess_token``."""
         self._target_ids = target_ids
         self._all = [
-            _Growing(request, place) for request, place in zip(requests, places, strict=True)
+            _Growing(request, place, reach) for request, place in zip(requests, places, strict=True)
         ]
         self._reading = self._all
         for index, growing in enumerate(self._all):

@@ -11,9 +11,10 @@ from heapq import heappop, heappush
 import torch
 
 from llm_core.block_tables import BlockCopy
-from llm_core.sampler import FloatRow, draw_token
+from llm_core.sampler import FloatRow
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
+from llm_core.speculative.grow import GUESS_REACH, guess_token
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.tree import EMPTY, DraftTree
 
@@ -99,7 +100,7 @@ def _likeliest(row: torch.Tensor, request: DraftRequest, depth: int) -> list[tup
     width = request.shape.width
     if width == 1 and request.fractions:
         logits: FloatRow = row.numpy()
-        word = draw_token(logits, request.params, request.fractions[depth])
+        word, _ = guess_token(logits, request.params, request.fractions[depth], GUESS_REACH)
         return [(word, float(row.softmax(-1)[word]))]
     best = row.softmax(-1).topk(min(width, len(row)))
     return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -28,9 +28,11 @@ from llm_core.rope import rope_tables
 from llm_core.speculative.draft_head import HeadBatch, HeadResult
 from llm_core.speculative.drafter import DraftRequest
 from llm_core.speculative.eagle import halves_to_pairs, target_ids
-from llm_core.speculative.grow import DRAWN_BONUS, LEAST_TEMPERATURE
+from llm_core.speculative.grow import GUESS_REACH
 from llm_core.speculative.head_config import HeadConfig
 from llm_core.speculative.tree import DraftTree
+
+_LEAST_TEMPERATURE = 0.05  # at less the likeliest is drawn
 
 
 def unsupported_head_reason(config: HeadConfig) -> str | None:
@@ -128,12 +130,13 @@ class NativeHead:
             for step, drawn in enumerate(request.fractions[: num_steps + 1]):
                 fractions[step * num_segments + i] = drawn
             choices[i] = native.DraftChoice(
-                temperature=max(params.temperature, LEAST_TEMPERATURE),
+                temperature=max(params.temperature, _LEAST_TEMPERATURE),
                 top_p=params.top_p,
                 min_p=params.min_p,
                 least_probability=request.shape.least_probability,
+                least_followed=request.shape.least_followed,
                 # What is colder than that draws the likeliest.
-                top_k=1 if params.temperature < LEAST_TEMPERATURE else params.top_k,
+                top_k=1 if params.temperature < _LEAST_TEMPERATURE else params.top_k,
                 most_drafts=limits[i],
             )
         tokens = array("q", [0]) * num_drafts  # [num_steps + 1][num_segments], as are fractions
@@ -149,7 +152,7 @@ class NativeHead:
             out_probabilities=probabilities.buffer_info()[0],
             out_lengths=lengths.buffer_info()[0],
             num_steps=num_steps,
-            drawn_bonus=DRAWN_BONUS,
+            guess_reach=GUESS_REACH,
         )
         return [
             DraftTree.chain(tokens[i::num_segments][:n], probabilities[i::num_segments][:n])

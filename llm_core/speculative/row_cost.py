@@ -29,6 +29,11 @@ class RowCost:
         self._shape = [(rows, _between(points, rows)) for rows in _KNOTS]
         self._load = 1.0
 
+    @property
+    def load(self) -> float:
+        """Times what was measured at the start that steps take now."""
+        return self._load
+
     def ns(self, num_rows: int) -> float:
         """What a step of ``num_rows`` takes now."""
         return self._load * _between(self._shape, num_rows)
@@ -45,6 +50,22 @@ class RowCost:
         if _KNOTS[nearest] == num_rows:
             known_ns = self._shape[nearest][1]
             self._shape[nearest] = num_rows, known_ns * (1 + _SHAPE_WEIGHT * (ratio - 1))
+
+
+class DraftCost:
+    """How long a drafter takes for one sequence: the first draft, and each that follows it."""
+
+    def __init__(self, measured_ns: Mapping[int, float]) -> None:
+        """``measured_ns``: by depth of a chain, depth 1 among them; see ``calibration``."""
+        first_ns = measured_ns[1]
+        depth = max(measured_ns)
+        self._first_ns = first_ns
+        further_ns = first_ns if depth == 1 else (measured_ns[depth] - first_ns) / (depth - 1)
+        self.step_ns = min(max(further_ns, 0.1 * first_ns), first_ns)
+
+    def ns(self, depth: int) -> float:
+        """A chain of ``depth`` drafts, or a tree as deep."""
+        return self._first_ns + (depth - 1) * self.step_ns
 
 
 def _between(points: list[tuple[int, float]], num_rows: int) -> float:

@@ -362,6 +362,26 @@ async def test_noise_leaves_no_trace(open_page: OpenPage, question: Path) -> Non
         )
 
 
+async def test_who_goes_on_has_said_one_thing(open_page: OpenPage, question: Path) -> None:
+    async def go_on(call: Call) -> None:
+        await call.send("input_audio_buffer.speech_started", item_id="half", audio_start_ms=0)
+        await call.hear("What is the", "half")
+        await call.begin_reply("early", "early_item")
+        await call.say("The what?", tone(0.05), "early", "early_item")
+        await call.end_reply("early", "cancelled")
+        await call.send("conversation.item.deleted", item_id="half")
+        await call.send("conversation.item.deleted", item_id="early_item")
+        await answer(call)
+
+    async with scripted_server(once_heard(RATE // 4, go_on), pages=PAGES) as server:
+        page = await open_page(server.url, microphone=question)
+        await page.click("#start")
+        await expect(page.locator(".message-parley .message-text")).to_have_text(["It is sunny."])
+        await expect(page.locator(".message-you .message-text")).to_have_text(
+            ["What is the weather?"]
+        )
+
+
 async def test_the_page_works_with_the_keyboard_and_has_names(
     open_page: OpenPage, question: Path
 ) -> None:

@@ -13,6 +13,7 @@ import soxr
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from audio.asr import Recognizer, Transcript
+from audio.asr_guard import EndMarks
 from audio.errors import AudioError, AudioFormatError, ModelError, NotWantedError
 from audio.wav import read_audio
 
@@ -188,3 +189,21 @@ def test_model_errors(tmp_path: Path, asr_model_dir: Path) -> None:
     (tmp_path / "model.bin").write_bytes((asr_model_dir / "model.bin").read_bytes()[:1_000])
     with pytest.raises(ModelError, match="cannot load the speech model"):
         Recognizer(tmp_path)
+
+
+def test_behind_a_whole_sentence_a_full_stop_is_expected_and_behind_half_of_it_not(
+    recognizer: Recognizer, shared_data: Path
+) -> None:
+    samples = load(shared_data / "speech" / "ls_1688-142285-0002.flac")
+    whole = recognizer.transcribe(samples)
+    half = recognizer.transcribe(np.concatenate((samples[:22_400], np.zeros(3_200, np.float32))))
+    assert whole.text == "You don't mean that you thought me so silly."
+    assert whole.end_marks is not None and half.end_marks is not None
+    ends = [
+        np.exp(marks.period) + np.exp(marks.question) + np.exp(marks.exclamation)
+        for marks in (whole.end_marks, half.end_marks)
+    ]
+    assert ends[0] > 0.6 and ends[1] < 0.5 * ends[0], (half.text, ends)
+    chances = np.exp([getattr(whole.end_marks, name) for name in EndMarks.__dataclass_fields__])
+    assert 0.5 < chances.sum() <= 1.0
+    assert recognizer.transcribe(np.zeros(16_000, np.float32)).end_marks is None

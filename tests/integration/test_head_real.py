@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
-from llm_core.messages import ChatMessage, EngineConfig
+from llm_core.engine import Engine
+from llm_core.messages import ChatMessage, EngineConfig, RequestOptions, SamplingParams
 from llm_core.model_files import open_model
 from llm_core.runner import ModelRunner
+from llm_core.speculative.choice import make_drafter
+from llm_core.speculative.control import FixedController
 from llm_core.speculative.draft_head import HeadBatch
+from llm_core.speculative.drafter import DraftRequest, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
+from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.head_files import bundled_head, fingerprint, read_head
 from llm_core.speculative.train.topics import PARLEY_INSTRUCTIONS
+from llm_core.speculative.tree import DraftTree
 
 pytestmark = pytest.mark.integration
 
@@ -77,3 +84,81 @@ def test_the_bundled_head_drafts_for_the_embedded_model(llm_model_path: Path) ->
     assert num_drafts > 20
     # A head of another model is right one time in thousands.
     assert num_right / num_drafts > 0.3
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["anew", "pinned instructions"])
+def test_the_engine_drafts_what_the_whole_text_gives(llm_model_path: Path, is_pinned: bool) -> None:
+    """Token by token: the first of each chain of drafts, made of features that came in chunks and
+    after drafts that were right or wrong, beside the head's word over the whole answer at once.
+    After pinned instructions the head has their keys too, but for the last of them (it was read
+    with nothing behind it), which changes few drafts."""
+    config = EngineConfig(
+        model_path=str(llm_model_path),
+        max_context=256,
+        kv_cache_tokens=1024,
+        num_threads=1,
+        max_sequences=2,
+        speculation="auto",
+    )
+    with open_model(llm_model_path) as opened:
+        runner = ModelRunner.of(opened.model, config)
+        drafter = make_drafter(config, runner, opened)
+    assert isinstance(drafter, EagleDrafter)
+    engine = Engine(runner, opened.tokenizer, opened.template, max_sequences=2)
+    engine.scheduler.prompt_budget = 23
+    drafts = recorded(drafter)
+    engine.speculate(drafter, FixedController(DraftShape(2, 2)))
+    instructions = ChatMessage(role="system", content=PARLEY_INSTRUCTIONS)
+    if is_pinned:
+        engine.pin(100, [instructions], received_ns=0)
+        while engine.has_work:
+            engine.step()
+    sequences = []
+    for number, question in enumerate(QUESTIONS):
+        params = SamplingParams(max_tokens=NUM_TOKENS)
+        messages = [instructions, ChatMessage(role="user", content=question)]
+        # Without pins nothing is shared: the second question begins as the first does.
+        options = RequestOptions(cache_salt="" if is_pinned else str(number))
+        engine.submit(number, messages, params, received_ns=0, options=options)
+        sequences.append(engine._requests[number].sequence)
+    while engine.has_work:
+        engine.step()
+    num_drafts = num_equal = 0
+    for sequence in sequences:
+        ids = sequence.token_ids
+        whole = first_drafts(runner, drafter, ids)
+        for known, tree in drafts.items():
+            if known == tuple(ids[: len(known)]) and len(tree) > 0:
+                num_drafts += 1
+                num_equal += tree.token_ids[0] == whole[len(known) - 2]
+    assert num_drafts > 20
+    assert (sequences[0].cached_len > 30) == is_pinned
+    assert num_equal == num_drafts if not is_pinned else num_equal > 0.85 * num_drafts
+
+
+def recorded(drafter: EagleDrafter) -> dict[tuple[int, ...], DraftTree]:
+    """From now on, what is drafted after which tokens."""
+    found: dict[tuple[int, ...], DraftTree] = {}
+    propose = drafter.propose
+
+    def recording(requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = propose(requests)
+        for request, tree in zip(requests, trees, strict=True):
+            found[tuple(request.sequence.token_ids)] = tree
+        return trees
+
+    drafter.propose = recording  # type: ignore[method-assign]
+    return found
+
+
+def first_drafts(runner: ModelRunner, drafter: EagleDrafter, ids: list[int]) -> list[int]:
+    """After each pair (features of i, token i + 1) of a text, computed in one go."""
+    table, head = tuple(range(16)), drafter._head
+    segment = Segment(table, 0, len(ids) - 1)
+    last = torch.tensor([len(ids) - 2])
+    features = runner.forward(ForwardBatch(torch.tensor(ids[:-1]), (segment,), last, True)).features
+    assert features is not None
+    rows = HeadBatch(torch.tensor(ids[1:]), features, True, (segment,), torch.arange(len(ids) - 1))
+    with torch.inference_mode():
+        logits = head.forward(rows, head.make_cache(16, 16)).logits
+    return [int(token) for token in head.target_ids[logits.argmax(-1)]]

@@ -83,11 +83,13 @@ async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
         for name in NAMES:
             found = []
             for pause in pauses(load(shared_data / "hard" / f"pause_{name}_0.8s.flac"), vad):
-                text = recognizer.transcribe(pause.turn).text
+                heard = recognizer.transcribe(pause.turn)
+                text = heard.text
                 prompt = [ChatMessage("system", DEFAULT_INSTRUCTIONS), ChatMessage("user", text)]
                 logprob = await end_of_turn_logprob(engine, prompt, timeout_s=20.0)
                 prosody = measure_end(pause.turn, find_voice_end(pause.turn, pause.voiced_len))
-                found.append((pause.length_ms, silence_ms(Evidence(text, prosody, logprob)), text))
+                evidence = Evidence(text, prosody, logprob, end_marks=heard.end_marks)
+                found.append((pause.length_ms, silence_ms(evidence), text))
             *inside, (_, wait_ms, whole) = found
             missed += [(name, whole)] if wait_ms > LONGEST_MS else []
             for length_ms, wait_ms, text in inside:

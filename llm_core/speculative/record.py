@@ -1,0 +1,99 @@
+"""What steps with and without drafts brought and took lately, whole: for one size of batches.
+
+Times are divided by the machine's load at the time (``RowCost.load``), so that steps of different
+minutes can be compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LONGEST_MEMORY = 40  # steps; the newest then weighs one part of it
+_TRIAL_MEMORY = 12  # what was learnt before a pause counts as no more steps than these
+_CLIP = 1.6  # a step that took more times what is usual counts as having taken these
+_LEAST_PLAIN = 4  # steps without drafts before any is drafted for, and between trials
+_TRIAL_STEPS = 4
+_PROBE_EVERY = 48  # steps with drafts; then one without
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 768
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean that forgets, and that no outlier moves far."""
+
+    value: float = 0.0
+    num_seen: int = 0
+
+    def add(self, value: float, *, clip: float | None = None) -> None:
+        """One more."""
+        if clip is not None and self.num_seen > 0:
+            value = min(max(value, self.value / clip), self.value * clip)
+        self.num_seen = min(self.num_seen + 1, _LONGEST_MEMORY)
+        self.value += (value - self.value) / self.num_seen
+
+
+class Record:
+    """Decides from both kinds of steps whether the next one is to have drafts.
+
+    Steps with drafts are interrupted by one without now and then, and where they do not pay they
+    are tried again for some steps, after pauses that double as long as they fail.
+    """
+
+    def __init__(self) -> None:
+        self.plain_ns = Mean()
+        self.drafted_ns = Mean()
+        self.tokens = Mean()
+        self.draft_scale = Mean()  # drafting beside what was measured at the start
+        self._left = 0  # steps of a trial
+        self._paused = 0  # steps still to go without drafts
+        self._next_pause = _FIRST_PAUSE
+        self._since_plain = 0
+
+    def gain(self, num_streams: int) -> float:
+        """Tokens in time with drafts by the same without; 1 while unknown."""
+        if not self.plain_ns.num_seen or not self.drafted_ns.num_seen:
+            return 1.0
+        with_drafts = self.tokens.value / self.drafted_ns.value
+        return with_drafts * self.plain_ns.value / num_streams
+
+    def rate(self, num_streams: int) -> float:
+        """The most tokens in a nanosecond; 0 while unknown."""
+        if not self.plain_ns.num_seen:
+            return 0.0
+        return num_streams / self.plain_ns.value * max(1.0, self.gain(num_streams))
+
+    def wants_drafts(self, num_streams: int) -> bool:
+        """Asked once for each step that could have some."""
+        if self.plain_ns.num_seen < _LEAST_PLAIN:
+            return self.drafted_ns.num_seen < self.plain_ns.num_seen
+        if self._paused > 0:
+            self._paused -= 1
+            if self._paused > 0:
+                return False
+            self._left = _TRIAL_STEPS
+            for mean in (self.drafted_ns, self.tokens):
+                mean.num_seen = min(mean.num_seen, _TRIAL_MEMORY)
+        if self._left > 0:
+            self._left -= 1
+            return True
+        if self.drafted_ns.num_seen >= _TRIAL_STEPS and self.gain(num_streams) < 1.0:
+            self._paused, self._next_pause = (
+                self._next_pause,
+                min(2 * self._next_pause, _LONGEST_PAUSE),
+            )
+            return False
+        self._next_pause = _FIRST_PAUSE
+        self._since_plain += 1
+        if self._since_plain >= _PROBE_EVERY:
+            self._since_plain = 0
+            return False
+        return True
+
+    def plain(self, duration_ns: float) -> None:
+        """A step without drafts."""
+        self.plain_ns.add(duration_ns, clip=_CLIP)
+
+    def drafted(self, tokens: float, duration_ns: float) -> None:
+        """A step for which there was drafting."""
+        self.tokens.add(tokens)
+        self.drafted_ns.add(duration_ns, clip=_CLIP)
