@@ -200,6 +200,7 @@ async def test_a_phone_has_room_for_it(open_page: OpenPage, database: Path) -> N
             box = await field.bounding_box()
             assert box is not None and box["height"] >= 44
         await page.locator("#turns tbody button").first.click()
+        await expect(page.locator("#detail")).to_be_visible()
         box = await page.locator("#detail").bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= PHONE[0]
 

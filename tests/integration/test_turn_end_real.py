@@ -27,6 +27,8 @@ pytestmark = pytest.mark.integration
 # Recordings with a pause of 0.8 s spliced in; the speakers' own are in them, too.
 NAMES = ["jfk", "ls_1688-142285-0007", "ls_3005-163389-0000", "un_dog_or_cat"]
 LONGEST_MS = 1_000
+# When the first sound of an answer is there at the soonest, and how long its first word takes.
+_SOONEST_MS, _WORD_MS = 450, 350
 
 
 @dataclass
@@ -78,7 +80,7 @@ async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
     engine = await EngineClient.start(
         EngineConfig(model_path=str(llm_model_path), max_sequences=1, max_context=512)
     )
-    cut, missed, num_pauses = [], [], 0
+    cut, hasty, missed, num_pauses = [], [], [], 0
     try:
         for name in NAMES:
             found = []
@@ -89,15 +91,20 @@ async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
                 logprob = await end_of_turn_logprob(engine, prompt, timeout_s=20.0)
                 prosody = measure_end(pause.turn, find_voice_end(pause.turn, pause.voiced_len))
                 evidence = Evidence(text, prosody, logprob, end_marks=heard.end_marks)
-                found.append((pause.length_ms, silence_ms(evidence), text))
-            *inside, (_, wait_ms, whole) = found
+                found.append((pause.length_ms, silence_ms(evidence), text, evidence))
+            *inside, (_, wait_ms, whole, _) = found
             missed += [(name, whole)] if wait_ms > LONGEST_MS else []
-            for length_ms, wait_ms, text in inside:
+            for length_ms, wait_ms, text, evidence in inside:
                 if length_ms <= LONGEST_MS and not ends_sentence(text, whole):
                     num_pauses += 1
-                    cut += [(name, length_ms, wait_ms, text)] if wait_ms < length_ms else []
+                    # What is taken for an end is taken back before a word of the answer was heard.
+                    heard_ms = length_ms - max(wait_ms, _SOONEST_MS)
+                    cut += [(name, length_ms, wait_ms, text)] if heard_ms > _WORD_MS else []
+                    patient_ms = silence_ms(evidence, "low")
+                    hasty += [(name, length_ms, patient_ms)] if patient_ms < length_ms else []
     finally:
         await engine.close()
     assert num_pauses >= 5
     assert missed == []
     assert len(cut) <= 0.05 * num_pauses, cut
+    assert hasty == []
