@@ -2,8 +2,8 @@
 
 Both engines run in this very run, interleaved, so that what else the machine does meets both. Speed
 is the median of the rounds' own ratios; what is said is compared greedily on short spoken requests;
-perplexity reads a text (by default what the old engine has answered, so it asks: how much does the
-new one mind the old one's words?); with voice, whole turns are compared too.
+perplexity reads a text where the weights differ (by default what the old engine has answered, so it
+asks: how much does the new one mind the old one's words?); with voice, whole turns as well.
 """
 
 from __future__ import annotations
@@ -230,14 +230,17 @@ async def run(
         *speed_checks(rounds[0], rounds[1], limits),
         agreement_check(said[0], said[1], limits),
     ]
-    progress("perplexity")
-    read = text or "\n".join(said[0])
-    values = [await asyncio.to_thread(_perplexity, paths[0], read, configs[0].num_threads)]
     if infos[0].content_hash == infos[1].content_hash:
-        values *= 2  # the same weights
+        # It is a property of the weights: how keys and values are kept shows in the answers alone.
+        progress("the weights are the same, so perplexity is not compared")
     else:
-        values.append(await asyncio.to_thread(_perplexity, paths[1], read, configs[1].num_threads))
-    checks.append(perplexity_check(values[0], values[1], limits))
+        progress("perplexity")
+        read = text or "\n".join(said[0])
+        values = [
+            await asyncio.to_thread(_perplexity, path, read, config.num_threads)
+            for path, config in zip(paths, configs, strict=True)
+        ]
+        checks.append(perplexity_check(values[0], values[1], limits))
     if voice_turns:
         figures = []
         for name, server in zip(("old", "new"), servers, strict=True):
