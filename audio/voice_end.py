@@ -30,12 +30,9 @@ def find_voice_end(samples: Samples, voiced_len: int) -> int:
     if not len(voice):
         return voiced_len
     loud = float(np.percentile(voice, 95))
-    threshold = loud - _VOICE_RANGE_DB
     noise = _levels_db(samples[voiced_len:])
-    if len(noise):
-        above_noise = float(np.median(noise)) + _NOISE_MARGIN_DB
-        threshold = max(threshold, min(above_noise, loud - _LEAST_RANGE_DB))
-    audible = np.flatnonzero(voice >= threshold)
+    quiet = float(np.median(noise)) if len(noise) else -np.inf
+    audible = np.flatnonzero(voice >= _audible_from_db(loud, quiet))
     return min((int(audible[-1]) + 1) * _FRAME, voiced_len)
 
 
@@ -49,9 +46,13 @@ def find_dip(samples: Samples) -> int:
     if not len(levels):
         return 0
     loud, quiet = float(np.percentile(levels, 95)), float(np.percentile(levels, 4))
-    threshold = max(loud - _VOICE_RANGE_DB, min(quiet + _NOISE_MARGIN_DB, loud - _LEAST_RANGE_DB))
-    audible = np.flatnonzero(levels >= threshold)
+    audible = np.flatnonzero(levels >= _audible_from_db(loud, quiet))
     return int(audible[0]) * _FRAME if len(audible) else 0
+
+
+def _audible_from_db(loud: float, quiet: float) -> float:
+    """The level above which a voice with such loud parts is heard over so much noise."""
+    return max(loud - _VOICE_RANGE_DB, min(quiet + _NOISE_MARGIN_DB, loud - _LEAST_RANGE_DB))
 
 
 def _levels_db(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -85,8 +85,7 @@ class Engine:
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._pinned: list[TokenSequence] = []
-        self._num_timeouts = 0
-        self._num_downgraded = 0
+        self._num_timeouts = self._num_downgraded = 0
         self._cost = StepCost()
         self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
         self._speculator: Speculator | None = None
@@ -303,10 +302,11 @@ class Engine:
         if not plan.chunks:
             return outputs + self._learn_of(self._steps.take(), is_late=True)
         self._stamp_scheduled(plan)
+        generations = self._generations(plan)
         if self._speculator is not None:
-            self._speculator.add_drafts(plan, self.scheduler, self._generations(plan))
+            self._speculator.add_drafts(plan, self.scheduler, generations)
         wants_features = self._speculator is not None and self._speculator.wants_features
-        before = self._steps.launch(plan, self._generations(plan), wants_features=wants_features)
+        before = self._steps.launch(plan, generations, wants_features=wants_features)
         outputs += self._learn_of(before, is_late=True)
         # Rows of replies that have ended by that were computed for nothing.
         kept = StepPlan(chunks=[c for c in plan.chunks if c.sequence.seq_id in self._requests])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from app.observe.turn_audio import TurnAudio
 
@@ -28,16 +28,7 @@ TurnOutcome = Literal[
     "timed_out",
     "incomplete",
 ]
-OUTCOMES: tuple[TurnOutcome, ...] = (
-    "answered",
-    "silent",
-    "interrupted",
-    "withdrawn",
-    "cancelled",
-    "failed",
-    "timed_out",
-    "incomplete",
-)
+OUTCOMES: tuple[TurnOutcome, ...] = get_args(TurnOutcome)
 
 # In the order in which a turn passes them (architecture.md, Clocks).
 PATH_INSTANTS = (
