@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from audio.asr_decode import FRAMES_PER_S, MAX_FRAMES, WhisperDecoder, compression_ratio
-from audio.asr_end_rule import EndRule
+from audio.asr_end_rule import MAX_SILENCE_S, EndRule
 from audio.asr_guard import (
     Decoding,
     EndMarks,
@@ -152,12 +152,14 @@ class Recognizer:
             took_ms=(time.monotonic_ns() - started_ns) / 1e6,
             end_marks=joined.end_marks,
             tail=joined.tail,
-            end_odds=self._end_odds(joined.tail),
+            end_odds=self._end_odds(joined.tail, whole),
         )
 
-    def _end_odds(self, tail: Samples | None) -> float | None:
+    def _end_odds(self, tail: Samples | None, heard: Piece) -> float | None:
         rule = self._end_rule
-        return None if rule is None or tail is None else rule.odds(tail)
+        if rule is None or tail is None or heard.silence_behind_s > MAX_SILENCE_S:
+            return None
+        return rule.odds(tail)
 
     def _recognise(self, piece: Piece, job: _Job) -> Decoding | None:
         """What was said in a piece of at most 28 s; None when nothing was."""
