@@ -19,7 +19,7 @@ from audio.frame import Samples
 RULES_DIR = Path(__file__).parent / "end_rules"
 """One file a model, named by the SHA-256 of its weights."""
 MAX_SILENCE_S = 0.35
-"""Rules are fitted to 60 to 200 ms of silence behind a voice; behind much more they doubt any end."""
+"""Rules are fitted to 60 to 200 ms of silence behind a voice; behind more they doubt any end."""
 _WEIGHTS_NAME = "model.bin"
 
 
