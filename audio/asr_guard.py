@@ -97,7 +97,7 @@ class EndMarks:
 class Decoding:
     """One run of the recogniser. ``was_capped``: it was still talking at the token limit.
 
-    ``end_marks``: None where they are not known.
+    ``end_marks``, ``tail`` (see asr_tail): None where they are not known.
     """
 
     text: str
@@ -108,6 +108,7 @@ class Decoding:
     encoder_frames: int
     was_capped: bool
     end_marks: EndMarks | None = None
+    tail: Samples | None = None
 
 
 class Fault(Enum):

@@ -11,6 +11,7 @@ from audio.frame import SPEECH_RATE, Samples
 WINDOW_SAMPLES = 512
 """Samples per voice probability."""
 
+_CLEAR_VOICE = 0.5
 _MARGIN_S = 1.0
 _MIN_VOICE = 0.35
 _SMOOTH_WINDOWS = 5
@@ -33,6 +34,13 @@ class Piece:
     def duration_s(self) -> float:
         """Length of the audio in seconds."""
         return self.samples.size / SPEECH_RATE
+
+    @property
+    def silence_behind_s(self) -> float:
+        """Length of the silence at the end in seconds; all of it without voice."""
+        voiced = np.flatnonzero(self.probabilities >= _CLEAR_VOICE)
+        last = int(voiced[-1]) + 1 if voiced.size else 0
+        return max(0, self.samples.size - last * WINDOW_SAMPLES) / SPEECH_RATE
 
     def cut(self, start_window: int, end_window: int) -> Piece:
         """The part [start, end) in windows."""

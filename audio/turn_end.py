@@ -20,6 +20,7 @@ from typing import Literal
 
 from audio.asr_guard import EndMarks
 from audio.prosody import Prosody
+from audio.turn_end_weights import WEIGHTS
 from audio.turn_end_words import (
     ALPHABET_WORDS,
     FILLERS,
@@ -66,7 +67,8 @@ class Evidence:
     language model's natural log-probability that the text ends here (of a full stop, a question or
     exclamation mark, or the end of the message, after the text without its own last mark).
     ``model_probability``: a turn model's probability that the turn is over. ``end_marks``: what the
-    recogniser expects behind the last word.
+    recogniser expects behind the last word. ``end_odds``: log-odds of an end by what its encoder
+    heard.
     """
 
     text: str
@@ -74,6 +76,7 @@ class Evidence:
     end_logprob: float | None = None
     model_probability: float | None = None
     end_marks: EndMarks | None = None
+    end_odds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,58 +101,18 @@ class Waits:
 # Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
 WAITS: dict[Eagerness, Waits] = {
     "high": Waits(200, 700, 0.6, 0.4, 800, 900, 480, 1_000),
-    "medium": Waits(300, 750, 0.75, 0.73, 1_100, 1_200, 640, 1_500),
+    "medium": Waits(300, 1_000, 0.7, 0.5, 1_100, 1_200, 640, 1_500),
     "low": Waits(480, 2_000, 0.75, 0.6, 2_500, 2_500, 1_000, 4_000),
 }
 WAITS["auto"] = WAITS["medium"]
 
-# A turn model that is asked has seen much more speech than the weights below.
-_MODEL_SHARE = 0.8
 _MIN_LOGPROB = -6.0
 _LEAST = 1e-3
+_LEAST_HEARD = 5e-3
 # Words and melody alone are wrong too often to be believed as easily.
 _SURE_WITHOUT_MODEL = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Of a logistic regression with both classes of equal weight: see bench/turn_end_curve.py."""
-
-    bias: float
-    words: tuple[float, float, float, float]
-    prosody: tuple[float, ...]
-    end_logprob: float = 0.0
-    marks: tuple[float, ...] = (0.0,) * 5
-
-
-# By what is known beside words and melody: the model's answer, the recogniser's marks.
-_WEIGHTS = {
-    (True, True): _Weights(
-        -2.67,
-        (0.02, 0.441, -0.109, 0.854),
-        (-0.052, 0.018, 0.013, 0.167, 0.881, 1.391, -1.798),
-        0.364,
-        (0.338, -0.038, -0.336, -0.665, 0.236),
-    ),
-    (True, False): _Weights(
-        1.287,
-        (0.819, 0.604, 0.31, -0.384),
-        (-0.06, 0.018, 0.008, 0.051, 0.896, 1.625, -2.209),
-        0.539,
-    ),
-    (False, True): _Weights(
-        -4.232,
-        (-0.187, 0.488, -0.116, 0.568),
-        (-0.05, 0.015, 0.012, 0.398, 0.879, 1.597, -1.86),
-        0.0,
-        (0.503, -0.06, -0.378, -0.755, 0.275),
-    ),
-    (False, False): _Weights(
-        -0.527,
-        (1.026, 1.091, 0.31, -1.1),
-        (-0.062, 0.011, 0.006, 0.455, 0.933, 1.926, -2.432),
-    ),
-}
 # What a voice of unknown end counts as: the mean over the recordings.
 _USUAL_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
 
@@ -161,7 +124,12 @@ def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
     if completeness is Completeness.NOTHING:
         return waits.nothing
     sure_score = waits.sure_score
-    signs = (evidence.end_logprob, evidence.model_probability, evidence.end_marks)
+    signs = (
+        evidence.end_logprob,
+        evidence.model_probability,
+        evidence.end_marks,
+        evidence.end_odds,
+    )
     if all(sign is None for sign in signs):
         sure_score = max(sure_score, _SURE_WITHOUT_MODEL)
     return wait_ms(score(evidence), completeness, waits, sure_score)
@@ -180,19 +148,21 @@ def wait_ms(probability: float, completeness: Completeness, waits: Waits, sure_s
 
 def score(evidence: Evidence) -> float:
     """How much speaks for the end of the turn, in (0, 1): the fitted probability."""
-    marks, end_logprob = evidence.end_marks, evidence.end_logprob
-    weights = _WEIGHTS[end_logprob is not None, marks is not None]
-    total = weights.bias
-    total += _dot(weights.words, words_signs(evidence.text))
-    total += _dot(weights.prosody, prosody_signs(evidence.prosody or _USUAL_PROSODY))
-    if end_logprob is not None:
-        total += weights.end_logprob * logprob_sign(end_logprob)
+    logprob, marks = evidence.end_logprob, evidence.end_marks
+    odds, heard = evidence.end_odds, evidence.model_probability
+    signs = [*words_signs(evidence.text), *prosody_signs(evidence.prosody or _USUAL_PROSODY)]
+    if logprob is not None:
+        signs.append(logprob_sign(logprob))
     if marks is not None:
-        total += _dot(weights.marks, mark_signs(marks))
-    probability = 1.0 / (1.0 + math.exp(-total))
-    if evidence.model_probability is not None:
-        return _MODEL_SHARE * evidence.model_probability + (1 - _MODEL_SHARE) * probability
-    return probability
+        signs += mark_signs(marks)
+    if odds is not None:
+        signs.append(odds)
+    if heard is not None:
+        signs.append(heard_sign(heard))
+    known = (logprob is not None, marks is not None, odds is not None, heard is not None)
+    bias, weights = WEIGHTS[known]
+    total = bias + sum(w * sign for w, sign in zip(weights, signs, strict=True))
+    return 1.0 / (1.0 + math.exp(-total))
 
 
 def words_signs(text: str) -> tuple[float, float, float, float]:
@@ -226,8 +196,9 @@ def mark_signs(marks: EndMarks) -> tuple[float, ...]:
     return (odds, *(math.log(math.exp(value) + _LEAST) for value in single))
 
 
-def _dot(weights: tuple[float, ...], values: tuple[float, ...]) -> float:
-    return sum(w * v for w, v in zip(weights, values, strict=True))
+def heard_sign(probability: float) -> float:
+    """What the turn model says: log-odds, with a floor of half a percent."""
+    return math.log(probability + _LEAST_HEARD) - math.log(1.0 - probability + _LEAST_HEARD)
 
 
 def judge(text: str) -> Completeness:

@@ -1,8 +1,8 @@
 """Has the caller finished, by the sound alone: smart-turn v3 (pipecat-ai/smart-turn, BSD-2-Clause).
 
-An encoder like Whisper tiny's over the last 8 s and a classifier, in one ONNX file that is the
-operator's to provide. Its input is Whisper's log-mel spectrogram of the audio, brought to mean 0
-and variance 1, with silence in front of what is shorter.
+An encoder like Whisper tiny's over the last 8 s and a classifier, in one ONNX file. Its input is
+Whisper's log-mel spectrogram of the audio, brought to mean 0 and variance 1, with silence in front
+of what is shorter.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class TurnModel:
             )
         self._input = inputs[0].name
         self._extractor = FeatureExtractor(feature_size=NUM_MELS, chunk_length=WINDOW_S)
+
+    def warm_up(self) -> None:
+        """Runs once, so that the first caller does not wait for what is made on first use."""
+        self.probability(np.zeros(SPEECH_RATE, np.float32))
 
     def probability(self, samples: Samples) -> float:
         """That a turn, float32 [n] at 16 kHz, is over where it ends now: in [0, 1].

@@ -1,22 +1,28 @@
 """Latency against cut-offs for every sign of the end of a turn: fits the weights, draws the curve.
 
-    PYTHONPATH=. python bench/turn_end_curve.py docs/turn-end.svg events.jsonl [MORE.jsonl]
+    PYTHONPATH=. python bench/turn_end_curve.py docs/turn-end.svg RULE.json tails.npz[,MORE.npz] \
+        events.jsonl [MORE.jsonl]
 
-Reads what bench/turn_end_events.py wrote. Scores are cross-validated: no speaker is judged by
-weights that have heard them. For every sign the short wait is 300 ms and the long one 1,000 ms, and
-the threshold between the two moves along the curve; `fixed silence` moves its one wait. Across:
-mean silence until a true end is taken for one, behind the VAD's last voiced window. Up: share of
-the pauses in mid-sentence (0.24 to 1.02 s) that are cut off.
+Reads what bench/turn_end_events.py and bench/turn_end_tails.py wrote. Scores are cross-validated:
+no speaker is judged by weights that have heard them, those of the tail's rule included. For every
+sign the short wait is 300 ms and the long one 1,000 ms, and the threshold between the two moves
+along the curve; `fixed silence` moves its one wait. Across: mean silence until a true end is taken
+for one, behind the VAD's last voiced window. Up: share of the pauses in mid-sentence (0.24 to
+1.02 s) that are cut off.
 
-Printed: the weights for ``audio.turn_end``, and for each sign the lowest median and mean silence at
-which no more than 5 % of the pauses are cut off; last, how the waits in use do with these scores.
+Printed: for each sign the lowest median and mean silence at which no more than 5 % of the pauses
+are cut off; how the waits in use do with these scores; last, what
+``audio/turn_end_weights.json`` holds. The tail's rule is written to RULE.json, for
+``audio/end_rules``, where the recogniser's hash is its name.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,7 @@ from audio.prosody import Prosody
 from audio.turn_end import (
     WAITS,
     Eagerness,
+    heard_sign,
     judge,
     logprob_sign,
     mark_signs,
@@ -42,6 +49,9 @@ _SHORT_MS, _LONG_MS = 300, 1_000
 _MAX_PAUSE_MS = 1_020
 _MOST_CUT = 0.05
 _RIDGE = 3.0
+_TAIL_RIDGE = 300.0
+_NUM_FOLDS = 6
+_NUM_STEPS = 12
 # Of pauses that somebody made, not we.
 _NATURAL_WEIGHT = 2.0
 # With this much sound made already the answer begins so long after its turn has ended.
@@ -53,11 +63,14 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "prosody": ("prosody",),
     "model": ("model",),
     "marks": ("marks",),
+    "tail": ("tail",),
+    "turn model": ("heard",),
     "words + prosody": ("words", "prosody"),
-    "words + prosody + model": ("words", "prosody", "model"),
-    "words + prosody + marks": ("words", "prosody", "marks"),
-    "all together": ("words", "prosody", "model", "marks"),
+    "words + prosody + model + marks": ("words", "prosody", "model", "marks"),
+    "all but the turn model": ("words", "prosody", "model", "marks", "tail"),
+    "all together": ("words", "prosody", "model", "marks", "tail", "heard"),
 }
+_IN_USE = "all but the turn model"
 _COLOURS = (
     "#888888",
     "#c55a11",
@@ -67,16 +80,21 @@ _COLOURS = (
     "#7030a0",
     "#c00000",
     "#00a0a0",
+    "#d4488e",
+    "#8a6d3b",
     "#111111",
 )
 
 
 def main() -> None:
     """Fit, print and draw."""
-    lines = [line for path in sys.argv[2:] for line in Path(path).read_text().splitlines()]
+    svg_path, rule_path, tails_paths, *events_paths = sys.argv[1:]
+    lines = [line for path in events_paths for line in Path(path).read_text().splitlines()]
     events = [json.loads(line) for line in lines]
     events = [e for e in events if e["is_end"] or e["pause_ms"] <= _MAX_PAUSE_MS]
-    events = [e for e in events if e["end_marks"] and not (e["is_end"] and e["is_spliced"])]
+    events = [e for e in events if e["end_marks"] and e["tail"]]
+    events = [e for e in events if not (e["is_end"] and e["is_spliced"])]
+    examples = _Examples.read(tails_paths.split(","))
     is_end = np.array([e["is_end"] for e in events], dtype=bool)
     is_natural = np.array([not e["is_spliced"] for e in events], dtype=bool) & ~is_end
     pauses = np.array([e["pause_ms"] or 0.0 for e in events])
@@ -86,6 +104,8 @@ def main() -> None:
         "prosody": np.array([_prosody(e) for e in events]),
         "model": np.array([[_logprob(e)] for e in events]),
         "marks": np.array([mark_signs(EndMarks(*e["end_marks"][:6])) for e in events]),
+        "tail": examples.cross_fitted(np.array([e["tail"] for e in events]), speakers),
+        "heard": np.array([[heard_sign(e["turn_model"][0])] for e in events]),
     }
     print(
         f"{is_end.sum()} ends, {is_natural.sum()} pauses that were made, "
@@ -93,23 +113,81 @@ def main() -> None:
     )
     rates = np.where(is_natural, _NATURAL_WEIGHT, 1.0)
     curves = [("fixed silence", _fixed(pauses[~is_end]))]
-    scores = np.zeros(len(events))
+    used = np.zeros(len(events))
     for name, signs in _SIGNS.items():
         features = np.concatenate([parts[sign] for sign in signs], axis=1)
         scores = _cross_validated(features, is_end, speakers, rates)
         curves.append((name, _curve(scores, is_end, pauses)))
-        weights, bias = _fit(features, is_end, rates)
+        used = scores if name == _IN_USE else used
         median_ms, mean_ms = _at_most_cut(scores, is_end, pauses)
         print(
             f"{name}: AUC {_auc(scores, is_end):.3f} ({_auc(scores, is_end, is_natural):.3f} with "
             f"pauses that were made), {_MOST_CUT:.0%} cut at p50 {median_ms:.0f}, mean "
-            f"{mean_ms:.0f} ms; weights {np.round(weights, 3).tolist()}, bias {bias:.3f}"
+            f"{mean_ms:.0f} ms"
         )
     for eagerness in ("high", "medium", "low"):
-        point = _in_use(eagerness, scores, events, is_end, pauses)
+        point = _in_use(eagerness, used, events, is_end, pauses)
         if eagerness == "medium":
             shipped = point
-    Path(sys.argv[1]).write_text(_svg(curves, shipped))
+    Path(svg_path).write_text(_svg(curves, shipped))
+    examples.write_rule(Path(rule_path))
+    _print_weights(parts, is_end, rates)
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """What the rule of the tail is fitted to."""
+
+    tails: Array
+    is_end: NDArray[np.bool_]
+    is_natural: NDArray[np.bool_]
+    speakers: NDArray[np.str_]
+
+    @classmethod
+    def read(cls, paths: Sequence[str]) -> _Examples:
+        files = [np.load(path) for path in paths]
+
+        def all_of(name: str) -> Any:
+            return np.concatenate([file[name] for file in files])
+
+        names = ("tails", "is_end", "is_natural", "speakers")
+        return cls(*(all_of(name) for name in names))
+
+    def fit(self, chosen: NDArray[np.bool_]) -> tuple[Array, float]:
+        """Weights and bias; pauses that somebody made count more."""
+        rates = np.where(self.is_natural[chosen] & ~self.is_end[chosen], _NATURAL_WEIGHT, 1.0)
+        return _fit(self.tails[chosen], self.is_end[chosen], rates, _TAIL_RIDGE)
+
+    def cross_fitted(self, tails: Array, speakers: NDArray[np.str_]) -> Array:
+        """Log-odds [n, 1] of ``tails`` by rules that have not heard their speakers."""
+        names = sorted({*speakers, *self.speakers})
+        folds = np.random.default_rng(0).integers(_NUM_FOLDS, size=len(names))
+        fold_of = dict(zip(names, folds.tolist(), strict=True))
+        own = np.array([fold_of[name] for name in self.speakers])
+        theirs = np.array([fold_of[name] for name in speakers])
+        odds = np.zeros((len(tails), 1))
+        for fold in range(_NUM_FOLDS):
+            weights, bias = self.fit(own != fold)
+            odds[theirs == fold, 0] = tails[theirs == fold] @ weights + bias
+        return odds
+
+    def write_rule(self, path: Path) -> None:
+        """The rule fitted to all of them."""
+        weights, bias = self.fit(np.ones(len(self.tails), dtype=bool))
+        rule = {"bias": round(bias, 4), "weights": [float(f"{w:.4g}") for w in weights]}
+        path.write_text(json.dumps(rule) + "\n")
+
+
+def _print_weights(parts: dict[str, Array], is_end: NDArray[np.bool_], rates: Array) -> None:
+    """``audio/turn_end_weights.json``, one line for everything that may be known."""
+    optional = ("model", "marks", "tail", "heard")
+    rows = []
+    for known in itertools.product((True, False), repeat=len(optional)):
+        signs = ("words", "prosody", *itertools.compress(optional, known))
+        weights, bias = _fit(np.concatenate([parts[s] for s in signs], axis=1), is_end, rates)
+        digits = "".join(str(int(is_known)) for is_known in known)
+        rows.append(f'"{digits}": {np.round([bias, *weights], 3).tolist()}')
+    print("{\n" + ",\n".join(rows) + "\n}")
 
 
 def _prosody(event: dict[str, Any]) -> tuple[float, ...]:
@@ -122,16 +200,18 @@ def _logprob(event: dict[str, Any]) -> float:
     return logprob_sign(-np.inf if value is None else float(value))
 
 
-def _fit(features: Array, is_end: NDArray[np.bool_], rates: Array) -> tuple[Array, float]:
+def _fit(
+    features: Array, is_end: NDArray[np.bool_], rates: Array, strength: float = _RIDGE
+) -> tuple[Array, float]:
     """Logistic regression with both classes of equal weight, by Newton's method."""
     mean, spread = features.mean(axis=0), features.std(axis=0) + 1e-6
     design = np.column_stack(((features - mean) / spread, np.ones(len(features))))
     target = is_end.astype(np.float64)
     balance = rates * np.where(is_end, 0.5 / target.mean(), 0.5 / (1 - target.mean()))
-    ridge = np.full(design.shape[1], _RIDGE)
+    ridge = np.full(design.shape[1], strength)
     ridge[-1] = 0.0
     weights = np.zeros(design.shape[1])
-    for _ in range(25):
+    for _ in range(_NUM_STEPS):
         guess = 1 / (1 + np.exp(-design @ weights))
         gradient = design.T @ (balance * (guess - target)) + ridge * weights
         curvature = (design * (balance * guess * (1 - guess))[:, None]).T @ design

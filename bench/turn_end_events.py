@@ -8,8 +8,8 @@ each kind, to try it out.
 Every recording gives its own pauses and its end; into most of them pauses of 0.3 to 1 s are spliced
 at random words, and prompts are spoken by the installed voice and treated the same. One JSON object
 a pause: `is_end`, `is_spliced`, `pause_ms` (null at the end), `text` up to there, `prosody`, the
-recogniser's `end_marks`, `end_logprob`, `speaker` (for cross-validation) and `kind`
-(speech, hard, tts).
+recogniser's `end_marks` and `tail`, `end_logprob`, the `turn_model`'s probability a little later,
+`speaker` (for cross-validation) and `kind` (speech, hard, tts).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from audio.frame import SPEECH_RATE, Samples
 from audio.prosody import measure_end
 from audio.resample import StreamResampler
 from audio.tts import Synthesizer
+from audio.turn_model import TurnModel
 from audio.vad import WINDOW_SAMPLES, VadModel
 from audio.voice_end import find_voice_end
 from audio.wav import read_audio
@@ -42,6 +43,8 @@ from llm_core import ChatMessage, EngineClient, EngineConfig
 
 _MIN_PAUSE_MS = 240
 _EAGER_MS = 64
+# The turn model is asked so long after the recogniser.
+_LATER_MS = (64,)
 _NUM_PROMPTS = 60
 # Pauses spliced into a recording of each kind.
 _SPLICES = {"speech": 5, "hard": 2, "tts": 2}
@@ -61,16 +64,17 @@ async def _collect(data: Path, out: Path, kinds: list[str], most: int) -> None:
     store = ModelStore(settings.home)
     recognizer = Recognizer(store.resolve(settings.asr_model))
     voice = Synthesizer(store.resolve(settings.tts_model))
+    turn_model = TurnModel(store.resolve("package:smart-turn-v3.2"))
     vad, rng = VadModel(), np.random.default_rng(1)
     config = EngineConfig(model_path=str(store.resolve(settings.llm_model)), max_context=1024)
     engine = await EngineClient.start(config)
     try:
         with out.open("w") as file:
-            for name, kind, samples in _recordings(data, voice, kinds, most):
-                words = _words(recognizer, samples)
+            for name, kind, samples in recordings(data, voice, kinds, most):
+                words = words_with_times(recognizer, samples)
                 for at, audio in _spliced(samples, words, kind, rng):
-                    for event in _pauses(audio, vad, recognizer, words, at):
-                        event |= {"name": name, "kind": kind, "speaker": _speaker(name)}
+                    for event in _pauses(audio, vad, recognizer, turn_model, words, at):
+                        event |= {"name": name, "kind": kind, "speaker": speaker(name)}
                         event["end_logprob"] = await _logprob(engine, settings, event["text"])
                         file.write(json.dumps(event) + "\n")
                         file.flush()
@@ -78,7 +82,7 @@ async def _collect(data: Path, out: Path, kinds: list[str], most: int) -> None:
         await engine.close()
 
 
-def _recordings(
+def recordings(
     data: Path, voice: Synthesizer, kinds: list[str], most: int
 ) -> Iterator[tuple[str, str, Samples]]:
     for kind in kinds:
@@ -98,18 +102,26 @@ def _recordings(
 
 
 def _prompts(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:
-    prompts = [
-        line.split("\t")[column]
+    for number, text in enumerate(prompts(data)[:most]):
+        mark = "?" if text.split()[0].lower() in _ASKING else "."
+        yield f"tts{number}", "tts", spoken_prompt(text + mark, voice)
+
+
+def prompts(data: Path) -> list[str]:
+    """What people say to assistants, with a capital and no mark at the end, in a fixed order."""
+    found = [
+        line.split("\t")[column].strip()
         for name, column in (("clinc150_sample.tsv", 1), ("slurp_spoken_sample.tsv", 3))
         for line in (data / "prompts" / name).read_text().splitlines()[1:]
     ]
-    random.Random(1).shuffle(prompts)
+    random.Random(1).shuffle(found)
+    return [text[0].upper() + text[1:] for text in found]
+
+
+def spoken_prompt(text: str, voice: Synthesizer) -> Samples:
+    """A third of a second of silence, then the text: float32 [n] at 16 kHz."""
     lead = np.zeros(SPEECH_RATE // 3, np.float32)
-    for number, prompt in enumerate(prompts[:most]):
-        text = prompt.strip()
-        mark = "?" if text.split()[0].lower() in _ASKING else "."
-        spoken = voice.synthesize(text[0].upper() + text[1:] + mark)
-        yield f"tts{number}", "tts", np.concatenate((lead, speech_at(spoken, voice, SPEECH_RATE)))
+    return np.concatenate((lead, speech_at(voice.synthesize(text), voice, SPEECH_RATE)))
 
 
 _ASKING = frozenset(
@@ -122,7 +134,7 @@ def _to_speech_rate(samples: Samples, rate: int) -> Samples:
     return np.concatenate((resampler.process(samples), resampler.flush()))
 
 
-def _words(recognizer: Recognizer, samples: Samples) -> list[tuple[str, float, float]]:
+def words_with_times(recognizer: Recognizer, samples: Samples) -> list[tuple[str, float, float]]:
     """Words of the whole recording with their times, by the library's own alignment."""
     whisper = recognizer._decoder._whisper
     segments, _ = whisper.transcribe(samples, language="en", word_timestamps=True, temperature=0)
@@ -146,11 +158,11 @@ def _spliced(
         fade = np.linspace(0, 1, min(80, first.size, second.size), dtype=np.float32)
         first[-fade.size :] *= fade[::-1]
         second[: fade.size] *= fade
-        gap = _room(samples, int(rng.uniform(0.3, 1.0) * SPEECH_RATE), rng)
+        gap = room(samples, int(rng.uniform(0.3, 1.0) * SPEECH_RATE), rng)
         yield cut / SPEECH_RATE, np.concatenate((first, gap, second))
 
 
-def _room(samples: Samples, num_samples: int, rng: np.random.Generator) -> Samples:
+def room(samples: Samples, num_samples: int, rng: np.random.Generator) -> Samples:
     frames = samples[: samples.size // 320 * 320].reshape(-1, 320)
     level = max(float(np.percentile(np.sqrt(np.square(frames).mean(axis=1)), 3)), 1e-4)
     return rng.normal(0, level, num_samples).astype(np.float32)
@@ -160,10 +172,11 @@ def _pauses(
     samples: Samples,
     vad: VadModel,
     recognizer: Recognizer,
+    turn_model: TurnModel,
     words: list[tuple[str, float, float]],
     spliced_at: float | None,
 ) -> Iterator[dict[str, Any]]:
-    audio = np.concatenate((samples, _room(samples, 2 * SPEECH_RATE, np.random.default_rng(0))))
+    audio = np.concatenate((samples, room(samples, 2 * SPEECH_RATE, np.random.default_rng(0))))
     endpointer = Endpointer(ServerVadConfig(silence_ms=6_000, eager_silence_ms=_EAGER_MS))
     start: int | None = None
     found: list[tuple[int, int, int | None]] = []
@@ -200,7 +213,12 @@ def _pauses(
                 "turn_s": turn.size / SPEECH_RATE,
                 "text": heard.text,
                 "prosody": values,
+                "turn_model": [
+                    turn_model.probability(audio[start or 0 : at + ms * SPEECH_RATE // 1000])
+                    for ms in _LATER_MS
+                ],
                 "end_marks": None if heard.end_marks is None else astuple(heard.end_marks),
+                "tail": None if heard.tail is None else np.round(heard.tail, 4).tolist(),
             }
 
 
@@ -209,7 +227,7 @@ async def _logprob(engine: EngineClient, settings: Settings, text: str) -> float
     return await end_of_turn_logprob(engine, prompt, timeout_s=10.0)
 
 
-def _speaker(name: str) -> str:
+def speaker(name: str) -> str:
     """Recordings of one speaker are never on both sides of the cross-validation."""
     for prefix in ("pause_", "noisy_", "tel_", "quiet_", "padded_", "ls_"):
         name = name.removeprefix(prefix)

@@ -143,13 +143,28 @@ def test_any_marks_have_signs(logprobs: list[float]) -> None:
     assert 0 < score(Evidence("Good morning.", end_marks=marks)) < 1
 
 
-def test_a_turn_models_word_counts_most() -> None:
-    text = "And so my fellow Americans"
-    over = Evidence(text, end_logprob=-5.0, model_probability=0.98)
-    not_over = Evidence("What's the weather like?", end_logprob=-0.1, model_probability=0.02)
-    assert silence_ms(over) < silence_ms(Evidence(text, end_logprob=-5.0))
-    assert silence_ms(not_over) == WAITS["auto"].unsure
-    assert 0 < score(not_over) < score(over) < 1
+def test_what_a_turn_model_says_counts() -> None:
+    for text, logprob in (("And so my fellow Americans", -5.0), ("What's the weather like?", -0.1)):
+        no, unknown, yes = (
+            Evidence(text, end_logprob=logprob, model_probability=p) for p in (0.02, None, 0.98)
+        )
+        assert 0 < score(no) < score(unknown) < score(yes) < 1
+    certain, doubtful = (
+        Evidence("I would like to know how to make it.", model_probability=p) for p in (0.98, 0.02)
+    )
+    assert silence_ms(certain) < silence_ms(doubtful) == WAITS["auto"].unsure
+
+
+@pytest.mark.parametrize("end_logprob", [None, -1.5])
+def test_what_the_recognisers_ear_says_counts(end_logprob: float | None) -> None:
+    text = "I would like to know how to make it."
+    done, going_on = (
+        Evidence(text, end_logprob=end_logprob, end_marks=SURE_OF_A_STOP, end_odds=odds)
+        for odds in (4.0, -4.0)
+    )
+    assert score(done) > score(going_on) + 0.5
+    assert silence_ms(done) == WAITS["auto"].sure
+    assert silence_ms(going_on) == WAITS["auto"].unsure
 
 
 def tone(hz: float, seconds: float, level: float = 0.3) -> Samples:

@@ -105,7 +105,7 @@ async def test_its_word_decides_how_long_a_pause_may_be(probability: float, num_
         ("I would like a dog.", "And a cat.") if num_turns == 2 else ("I would like a dog.",) * 3
     )
     engine = ScriptedEngine("Fine.")
-    engine.end_logprob = -1.0
+    engine.end_logprob = -5.0
     detection = TurnDetection(kind="semantic_vad")
     async with call(engine, *heard, turn_detection=detection) as c:
         object.__setattr__(c.services, "turn_model", Sure())

@@ -24,8 +24,8 @@ from app.conversation.turn import Turn
 from app.conversation.turn_judge import silence_ms
 from app.errors import ClientError, RecognitionError
 from app.observe.trace import TurnTrace
+from audio.asr import Transcript
 from audio.asr_agreement import rest_after
-from audio.asr_guard import EndMarks
 from audio.backchannel import means_to_stop
 from audio.endpoint import VoiceEnded, VoiceEvent
 from audio.frame import Samples
@@ -198,20 +198,19 @@ class Hearing:
         return self._transcriber.try_early(samples, last_voiced_sample, voiced_len)
 
     async def judge_pause(
-        self, said: list[ChatMessage], last_voiced_sample: int, end_marks: EndMarks | None
+        self, said: list[ChatMessage], last_voiced_sample: int, heard: Transcript
     ) -> tuple[list[VoiceEvent], int]:
         """Let what was said decide how long the pause may last.
 
-        ``said`` ends with the caller's words so far, behind which the recogniser expects
-        ``end_marks``. Returns the end of the turn, if it has come
-        by now, and the ms that are left until it does.
+        ``said`` ends with the caller's words so far, which are those of ``heard``. Returns the end
+        of the turn, if it has come by now, and the ms that are left until it does.
         """
         detection = self._config.turn_detection
         if detection is None or detection.kind != "semantic_vad":
             return [], 0
         samples = self._audio()
         voiced_len = last_voiced_sample - self.start_sample
-        wait_ms = await silence_ms(self._services, detection, said, samples, voiced_len, end_marks)
+        wait_ms = await silence_ms(self._services, detection, said, samples, voiced_len, heard)
         events = self.listener.end_after(last_voiced_sample, wait_ms)
         return events, wait_ms - self.listener.silence_ms
 

@@ -29,7 +29,7 @@ class Services:
     ``filler``: what the budget's policy of that name says; None when it is off.
     ``tools``: Python functions that the model may call. ``rollout``: of a second engine.
     ``small_engine``: for answers that would be late, when the policy ``smaller_model`` is on.
-    ``turn_model``: judges by the sound whether a caller has finished; None when the operator has
+    ``turn_model``: judges by the sound whether a caller has finished; None when the operator wants
     none.
     """
 

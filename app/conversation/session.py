@@ -455,7 +455,7 @@ class Session:
         answer = await self._begin_answer(said) if is_whole else None
         if answer is not None:
             await answer.until_first_token()  # else the model would read the same words twice
-        events, left_ms = await self._hearing.judge_pause(said, last_voiced, heard.end_marks)
+        events, left_ms = await self._hearing.judge_pause(said, last_voiced, heard)
         for event in events:
             await self._feed(event)
         if answer is None and left_ms > _LONG_WAIT_MS:

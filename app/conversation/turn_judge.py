@@ -16,7 +16,7 @@ from app.conversation.engines import TalkEngine
 from app.conversation.services import Services
 from app.conversation.session_config import TurnDetection
 from audio import turn_end
-from audio.asr_guard import EndMarks
+from audio.asr import Transcript
 from audio.errors import ModelError
 from audio.frame import Samples
 from audio.prosody import Prosody, measure_end
@@ -47,12 +47,12 @@ async def silence_ms(
     messages: list[ChatMessage],
     samples: Samples,
     voiced_len: int,
-    end_marks: EndMarks | None,
+    transcript: Transcript,
 ) -> int:
     """How much silence ends the turn. ``messages`` end with the caller's words so far.
 
     ``samples`` float32 [n] at 16 kHz are the turn; the VAD's voice ends at ``voiced_len``.
-    ``end_marks``: what the recogniser expects behind its words.
+    ``transcript``: of those words, with what the recogniser made of their end.
     """
     words = messages[-1].content
     completeness = turn_end.judge(words)
@@ -63,13 +63,16 @@ async def silence_ms(
     if completeness in (turn_end.Completeness.OPEN, *turn_end.FINISHED):
         end_logprob = await end_of_turn_logprob(services.engine, messages)
     prosody, heard = await sound
-    evidence = turn_end.Evidence(words, prosody, end_logprob, heard, end_marks)
+    evidence = turn_end.Evidence(
+        words, prosody, end_logprob, heard, transcript.end_marks, transcript.end_odds
+    )
     wait_ms = turn_end.silence_ms(evidence, detection.eagerness)
     log.debug(
         "pause judged",
         extra={
             "completeness": completeness.value,
             "end_logprob": end_logprob,
+            "end_odds": transcript.end_odds,
             "turn_model": heard,
             "score": turn_end.score(evidence),
             "wait_ms": wait_ms,

@@ -27,8 +27,6 @@ pytestmark = pytest.mark.integration
 # Recordings with a pause of 0.8 s spliced in; the speakers' own are in them, too.
 NAMES = ["jfk", "ls_1688-142285-0007", "ls_3005-163389-0000", "un_dog_or_cat"]
 LONGEST_MS = 1_000
-# When the first sound of an answer is there at the soonest, and how long its first word takes.
-_SOONEST_MS, _WORD_MS = 450, 350
 
 
 @dataclass
@@ -90,21 +88,22 @@ async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
                 prompt = [ChatMessage("system", DEFAULT_INSTRUCTIONS), ChatMessage("user", text)]
                 logprob = await end_of_turn_logprob(engine, prompt, timeout_s=20.0)
                 prosody = measure_end(pause.turn, find_voice_end(pause.turn, pause.voiced_len))
-                evidence = Evidence(text, prosody, logprob, end_marks=heard.end_marks)
+                evidence = Evidence(
+                    text, prosody, logprob, end_marks=heard.end_marks, end_odds=heard.end_odds
+                )
                 found.append((pause.length_ms, silence_ms(evidence), text, evidence))
             *inside, (_, wait_ms, whole, _) = found
             missed += [(name, whole)] if wait_ms > LONGEST_MS else []
             for length_ms, wait_ms, text, evidence in inside:
                 if length_ms <= LONGEST_MS and not ends_sentence(text, whole):
                     num_pauses += 1
-                    # What is taken for an end is taken back before a word of the answer was heard.
-                    heard_ms = length_ms - max(wait_ms, _SOONEST_MS)
-                    cut += [(name, length_ms, wait_ms, text)] if heard_ms > _WORD_MS else []
+                    cut += [(name, length_ms, wait_ms, text)] if length_ms > wait_ms else []
                     patient_ms = silence_ms(evidence, "low")
                     hasty += [(name, length_ms, patient_ms)] if patient_ms < length_ms else []
     finally:
         await engine.close()
     assert num_pauses >= 5
     assert missed == []
-    assert len(cut) <= 0.05 * num_pauses, cut
+    # One at most: CPUs round int8 differently.
+    assert len(cut) <= max(1, 0.05 * num_pauses), cut
     assert hasty == []

@@ -1,0 +1,46 @@
+"""Does it sound finished to the recogniser? A linear rule over its encoder's outputs.
+
+A rule holds for the weights it was fitted to and for no others: it is found by their hash. With any
+other model this sign is missing, and `audio.turn_end` goes by the rest. Fitted to recordings and
+to the installed voice by bench/turn_end_curve.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from audio.frame import Samples
+
+RULES_DIR = Path(__file__).parent / "end_rules"
+"""One file a model, named by the SHA-256 of its weights."""
+MAX_SILENCE_S = 0.35
+"""Rules are fitted to 60 to 200 ms of silence behind a voice; behind more they doubt any end."""
+_WEIGHTS_NAME = "model.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class EndRule:
+    """``weights`` float32 [n] for an ``audio.asr_tail`` of as many values."""
+
+    bias: float
+    weights: Samples
+
+    @classmethod
+    def of(cls, model_dir: Path, rules_dir: Path = RULES_DIR) -> EndRule | None:
+        """The rule for a faster-whisper model; None: there is none for it."""
+        with (model_dir / _WEIGHTS_NAME).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        path = rules_dir / f"{digest}.json"
+        if not path.is_file():
+            return None
+        rule = json.loads(path.read_text())
+        return cls(float(rule["bias"]), np.array(rule["weights"], np.float32))
+
+    def odds(self, tail: Samples) -> float:
+        """Natural log-odds that the voice has ended for good."""
+        return self.bias + float(self.weights @ tail)
