@@ -213,7 +213,10 @@ async def measure(said: list[CallerAudio], num_turns: int, num_callers: int) -> 
             "p95_abs": round(float(np.percentile(off, 95)), 1),
             "max_abs": round(float(off.max()), 1),
         },
-        "recordings": len(found.differences_ms),
+        "median_off_ms": {
+            name: round(statistics.median(several), 1)
+            for name, several in sorted(found.differences_ms.items())
+        },
         "beyond_20_ms": {name: several for name, several in beyond.items() if several},
         "hung_up": found.num_hung_up,
         "client_errors": dict(found.problems),
