@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.errors import ClientError
 from app.observe.canary import LANES
-from app.observe.query import TraceFilter, TraceQuery, instant_ms
+from app.observe.query import TraceFilter, TraceQuery, period_ms
 from app.observe.trace import OUTCOMES
 from app.observe.writer import TraceWriter
 
@@ -74,12 +74,13 @@ def chosen_turns(
                 code="invalid_value",
                 param="outcome",
             )
+    since_ms, until_ms = period_ms(since, until)
     return TraceFilter(
         session_id=conversation or None,
         outcomes=outcomes,
         min_voice_to_voice_ms=min_voice_to_voice_ms,
-        since_ms=instant_ms(since, "since"),
-        until_ms=instant_ms(until, "until"),
+        since_ms=since_ms,
+        until_ms=until_ms,
         over_budget=over_budget,
         engine=engine or None,
     )
@@ -124,12 +125,15 @@ def traces_router(traces: TraceWriter) -> APIRouter:
     ) -> dict[str, Any]:
         compare_with = None
         if compare_since is not None or compare_until is not None:
+            since_ms, until_ms = period_ms(
+                compare_since, compare_until, ("compare_since", "compare_until")
+            )
             compare_with = TraceFilter(
                 session_id=chosen.session_id,
                 outcomes=chosen.outcomes,
                 min_voice_to_voice_ms=chosen.min_voice_to_voice_ms,
-                since_ms=instant_ms(compare_since, "compare_since"),
-                until_ms=instant_ms(compare_until, "compare_until"),
+                since_ms=since_ms,
+                until_ms=until_ms,
                 over_budget=chosen.over_budget,
                 engine=chosen.engine,
             )
