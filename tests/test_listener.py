@@ -63,6 +63,7 @@ def speak_with_delays(to: Listener, delays_ms: list[int]) -> None:
     [
         [0] * 30 + [45] + [0] * 30,  # one is late
         [0] * 29 + [120, 100, 80, 60, 40, 20] + [0] * 30,  # a stall, and all at once
+        [0] * 29 + [max(0, 3_000 - 20 * n) for n in range(150)] + [0] * 30,  # a long one
         [(7 * n) % 20 for n in range(61)],  # a sender who is never quite in time
     ],
 )
@@ -72,6 +73,13 @@ def test_what_was_late_is_dated_by_what_was_not(delays_ms: list[int]) -> None:
     for sample in range(28 * 320, 36 * 320, 160):
         true_ns = START_NS + sample * 1_000_000_000 // RATE
         assert abs(heard.spoken_ns(sample) - true_ns) <= 4_000_000
+
+
+def test_a_file_sent_after_a_pause_was_not_late() -> None:
+    heard = listener(16_000)
+    speak_with_delays(heard, [0] * 30 + [3_000] + [0] * 100)  # two seconds of it at once
+    arrived_ns = START_NS + 31 * 20_000_000 + 3_000_000_000
+    assert heard.spoken_ns(60 * 320) == arrived_ns
 
 
 @pytest.mark.parametrize("pause_ms", [100, 400, 5_000])

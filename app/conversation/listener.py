@@ -31,9 +31,10 @@ RATE = SPEECH_RATE
 _IDLE_KEEP_SAMPLES = 6 * RATE
 _MIN_SPEECH_OVER_OURS_MS = 128
 _NS = 1_000_000_000
-# A message is late if others were sooner so shortly before, and again so shortly after.
-_STEADY_BEFORE_NS = 1_000_000_000
-_CAUGHT_UP_WITHIN_NS = 200_000_000
+# A message was late if the stream was sooner in the samples before it, and soon again as soon.
+_STEADY_BEFORE = RATE
+_CAUGHT_UP_WITHIN_NS = 1_000_000_000
+_CAUGHT_UP_NS = 20_000_000
 
 
 class Listener:
@@ -217,26 +218,24 @@ class Listener:
         """When the caller had spoken the samples before ``sample``, as far as arrivals tell.
 
         A message is sent when its last sample has been spoken, so what lies before that in it was
-        spoken so much sooner. One that was held up on its way is dated by those around it: if the
-        stream was ahead of it before and has caught up since, it was late. Where the stream stays
-        behind, the caller paused; where it only gets ahead, nobody spoke while it was sent. (Of a
-        message longer than a slice, each slice counts as one.)
+        spoken so much sooner. One that was held up, on its way or by a busy loop here, is dated by
+        those around it: if the stream was ahead of it before and has caught up since, it was late.
+        Where the stream stays behind, the caller paused; where it only gets ahead, nobody spoke
+        while it was sent. (Of a message longer than a slice, each slice counts as one.)
         """
         index = min(bisect_right(self._ends, sample - 1), len(self._ends) - 1)
-        spoken = self._spoken[index]
-        here = self._ahead_ns(index)
-        before = after = None
-        for i in range(index - 1, -1, -1):
-            if spoken - self._spoken[i] > _STEADY_BEFORE_NS:
-                break
-            before = self._ahead_ns(i) if before is None else max(before, self._ahead_ns(i))
-        for i in range(index + 1, len(self._ends)):
-            if self._spoken[i] - spoken > _CAUGHT_UP_WITHIN_NS:
-                break
-            after = self._ahead_ns(i) if after is None else max(after, self._ahead_ns(i))
-        if before is not None and after is not None:
-            spoken -= max(0, min(before, after) - here)
-        return spoken - max(0, self._ends[index] - sample) * _NS // RATE
+        first = bisect_right(self._ends, self._ends[index] - _STEADY_BEFORE)
+        before = [self._ahead_ns(i) for i in range(first, index)]
+        after = [
+            self._ahead_ns(i)
+            for i in range(index + 1, len(self._ends))
+            if self._spoken[i] - self._spoken[index] <= _CAUGHT_UP_WITHIN_NS
+        ]
+        late_ns = 0
+        if before and after and max(after) > max(before) - _CAUGHT_UP_NS:
+            late_ns = max(0, min(max(before), max(after)) - self._ahead_ns(index))
+        since_ns = max(0, self._ends[index] - sample) * _NS // RATE
+        return self._spoken[index] - late_ns - since_ns
 
     def _ahead_ns(self, index: int) -> int:
         """How far a slice's samples are ahead of its time: equal for all of a steady stream."""
