@@ -100,9 +100,11 @@ async def serve() -> None:
     traces = TraceWriter(TraceStore.in_memory(10_000))
     object.__setattr__(services, "traces", traces)
     traces.start()
+    measuring = asyncio.create_task(services.loop_lag.run())
     async with listening(create_app(services.settings, services), services.settings) as url:
         print(url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
+    measuring.cancel()
     await asyncio.to_thread(traces.close)
     workers.shutdown(cancel_futures=True)
 
