@@ -344,11 +344,12 @@ def _slowest_table(slowest: list[dict[str, Any]]) -> Table:
         is_number = title in ("ms", "above its median")
         table.add_column(title, no_wrap=True, justify="right" if is_number else "left")
     for turn in slowest:
+        above_ms = turn["cause_above_median_ms"]
+        # Among few turns also those that nothing has slowed are of the slowest.
+        because = (
+            (STAGE_TITLES[turn["cause"]], f"+{_ms(above_ms)}") if above_ms >= 0.5 else ("–", "")
+        )
         table.add_row(
-            _when(turn["ended_at_ms"]),
-            turn["turn_id"],
-            _ms(turn["voice_to_voice_ms"]),
-            STAGE_TITLES[turn["cause"]],
-            f"+{_ms(turn['cause_above_median_ms'])}",
+            _when(turn["ended_at_ms"]), turn["turn_id"], _ms(turn["voice_to_voice_ms"]), *because
         )
     return table

@@ -142,6 +142,8 @@ def test_statistics_name_the_cause(invoke: Invoke) -> None:
     assert "31 turns, 4 conversations" in result.stdout
     slowest = result.stdout.split("the slowest")[1].splitlines()
     assert slowest[2].split()[2:] == ["turn_30", "1,500", "voice", "+900"]
+    alone = invoke("stats", "--conversation", "sess_slow").stdout.split("the slowest")[1]
+    assert alone.split()[-2:] == ["1,500", "–"], "nothing is above its own median"
     compared = invoke("stats", "--since", "1796000020", "--until", "1796000040", "--compare")
     assert "p50 before (20 turns)" in compared.stdout, compared.output
     assert json.loads(invoke("stats", "--json").stdout)["summary"]["turns"] == 31

@@ -81,6 +81,10 @@ async def test_filters(http: httpx.AsyncClient, query: str, expected: int) -> No
         ("/stats?bucket_s=0", "bucket_s"),
         ("/stats?compare_since=soon", "compare_since"),
         ("?since=1h&until=2h", "until"),
+        ("?min_ms=500", "min_ms"),
+        ("?bucket_s=60", "bucket_s"),
+        ("/stats?limit=3", "limit"),
+        ("/conversations?cursor=3", "cursor"),
         ("/stats?compare_since=1h&compare_until=2h", "compare_until"),
     ],
 )

@@ -6,6 +6,8 @@ The database is read in worker threads, not on the event loop: most handlers are
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -90,6 +92,22 @@ def _checked(request: Request) -> None:
     request.app.state.gatekeeper.check(request.headers)
 
 
+def _takes(*params: str) -> Callable[[Request], None]:
+    """Lets the filters and ``params`` through: a misspelt filter would filter nothing."""
+    known = {*inspect.signature(chosen_turns).parameters, *params}
+
+    def refuse_others(request: Request) -> None:
+        for name in request.query_params:
+            if name not in known:
+                raise ClientError(
+                    f"Unknown parameter: {name[:100]!r}. Expected {', '.join(sorted(known))}.",
+                    code="unknown_parameter",
+                    param=name[:100],
+                )
+
+    return refuse_others
+
+
 Chosen = Annotated[TraceFilter, Depends(chosen_turns)]
 
 
@@ -98,7 +116,7 @@ def traces_router(traces: TraceWriter) -> APIRouter:
     router = APIRouter(prefix="/v1/traces", dependencies=[Depends(_checked)])
     query = TraceQuery(traces.store)
 
-    @router.get("")
+    @router.get("", dependencies=[Depends(_takes("limit", "cursor"))])
     def list_traces(
         chosen: Chosen,
         limit: Limit = 50,
@@ -112,11 +130,13 @@ def traces_router(traces: TraceWriter) -> APIRouter:
             "next_cursor": page.next_cursor,
         }
 
-    @router.get("/conversations")
+    @router.get("/conversations", dependencies=[Depends(_takes("limit"))])
     def list_conversations(chosen: Chosen, limit: Limit = 50) -> dict[str, Any]:
         return {"object": "list", "data": query.conversations(chosen, limit)}
 
-    @router.get("/stats")
+    @router.get(
+        "/stats", dependencies=[Depends(_takes("bucket_s", "compare_since", "compare_until"))]
+    )
     def stats(
         chosen: Chosen,
         bucket_s: Annotated[int | None, Query(ge=1, le=31_536_000)] = None,
