@@ -24,7 +24,7 @@ from app.cli_models import HomeOption
 from app.config import load_settings
 from app.errors import ClientError
 from app.observe.canary import LANES
-from app.observe.query import STAGE_NAMES, TraceFilter, instant_ms, period_before
+from app.observe.query import STAGE_NAMES, TraceFilter, period_before, period_ms
 from app.observe.store import Turn
 from app.observe.trace import OUTCOMES
 from app.trace_source import LocalTraces, RemoteTraces, TraceSource, TraceSourceError, all_turns
@@ -44,7 +44,9 @@ _Outcome = Annotated[
     str | None, typer.Option(help=f"Only these, with commas between: {', '.join(OUTCOMES)}.")
 ]
 _MinMs = Annotated[float | None, typer.Option(help="Only turns as slow, voice to voice.", min=0)]
-_Since = Annotated[str | None, typer.Option(help="Not before: 24h, 7d, or 2026-01-31T12:00.")]
+_Since = Annotated[
+    str | None, typer.Option(help="Not before: 24h, 7d, or 2026-01-31T12:00 [dim](local time)[/].")
+]
 _Until = Annotated[str | None, typer.Option(help="Before this time.")]
 _OverBudget = Annotated[bool, typer.Option("--over-budget", help="Only turns over budget.")]
 _Engine = Annotated[str | None, typer.Option("--engine", help="In a roll-out: stable or canary.")]
@@ -209,17 +211,20 @@ def _chosen(
     if engine is not None and engine not in LANES:
         raise typer.BadParameter(f"there is no engine {engine!r}: {', '.join(LANES)}")
     try:
-        return TraceFilter(
-            session_id=conversation,
-            outcomes=outcomes,
-            min_voice_to_voice_ms=min_ms,
-            since_ms=instant_ms(since, "--since"),
-            until_ms=instant_ms(until, "--until"),
-            over_budget=over_budget,
-            engine=engine,
-        )
+        # What is printed is in the time of this machine, and so is what is typed.
+        since_ms, until_ms = period_ms(since, until, ("--since", "--until"), zone=None)
     except ClientError as error:
-        raise typer.BadParameter(error.message) from error
+        reason = error.message.removeprefix(f"Invalid value for '{error.param}': ")
+        raise typer.BadParameter(reason, param_hint=f"'{error.param}'") from error
+    return TraceFilter(
+        session_id=conversation,
+        outcomes=outcomes,
+        min_voice_to_voice_ms=min_ms,
+        since_ms=since_ms,
+        until_ms=until_ms,
+        over_budget=over_budget,
+        engine=engine,
+    )
 
 
 def _source(url: str | None, api_key: str | None, home: Path | None) -> TraceSource:
@@ -339,11 +344,12 @@ def _slowest_table(slowest: list[dict[str, Any]]) -> Table:
         is_number = title in ("ms", "above its median")
         table.add_column(title, no_wrap=True, justify="right" if is_number else "left")
     for turn in slowest:
+        above_ms = turn["cause_above_median_ms"]
+        # Among few turns also those that nothing has slowed are of the slowest.
+        because = (
+            (STAGE_TITLES[turn["cause"]], f"+{_ms(above_ms)}") if above_ms >= 0.5 else ("–", "")
+        )
         table.add_row(
-            _when(turn["ended_at_ms"]),
-            turn["turn_id"],
-            _ms(turn["voice_to_voice_ms"]),
-            STAGE_TITLES[turn["cause"]],
-            f"+{_ms(turn['cause_above_median_ms'])}",
+            _when(turn["ended_at_ms"]), turn["turn_id"], _ms(turn["voice_to_voice_ms"]), *because
         )
     return table

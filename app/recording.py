@@ -15,22 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from audio.frame import SPEECH_RATE, Samples
+from audio.loudness import FRAME_MS, levels_db
 from audio.resample import StreamResampler
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 
 Pcm = npt.NDArray[np.int16]
 
 RATE = 24_000
-FRAME_MS = 10
 # A sound below this (about -46 dBFS) is not heard as the beginning of a reply.
 AUDIBLE_LEVEL = round(0.005 * 32768)
 # A run of windows above the lower bound is a voice when one of them is above the upper one.
 VOICE_PROBABILITY = 0.5
 STILL_VOICE_PROBABILITY = 0.35
 MIN_VOICE_WINDOWS = 2
-# How far below the voice's loud parts its quiet parts may lie, and how far above the noise.
-VOICE_RANGE_DB = 30.0
+# How far below the voice's loud parts its quiet parts may lie, and how far above the noise; where
+# the noise is nearly as loud as the voice, only its loud parts are told from it.
+VOICE_RANGE_DB = 31.0
 NOISE_MARGIN_DB = 6.0
+LEAST_RANGE_DB = 10.0
+# A pause this long parts one stretch of voice from the next, and its noise is what the voice before
+# it is compared with. How loud the voice is say its last three seconds.
+PAUSE_MS = 300
+LOUDNESS_MS = 3000
 WRITE_BLOCK_SAMPLES = 10 * RATE
 
 
@@ -38,12 +44,15 @@ class VoicedFrames:
     """Where a recording holds a voice, in frames of 10 ms.
 
     Silero's model decides where there is a voice at all (its windows are 32 ms, and it lets go
-    late); inside, a frame counts when its level is within 30 dB of the loud parts of the voice and
-    6 dB above the noise around it. So the end of a word is found to a frame.
+    late); inside, a frame counts when an ear hears it: its A-weighted level is within 31 dB of the
+    loud parts of the voice and 6 dB above the noise that follows, and so is that of a neighbour,
+    for a single frame is a click. So the end of a word is found to a frame.
     """
 
     def __init__(self, samples: Samples, rate: int, model: VadModel) -> None:
-        """``samples`` float32 [n] at ``rate``. Costs about 5 ms per second of audio."""
+        """``samples`` float32 [n] at ``rate``, with the silence in which the voice ends: a
+        microphone goes on after the last word. Costs about 5 ms per second of audio.
+        """
         self.rate = rate
         self._frames = np.flatnonzero(_voiced_mask(samples, rate, model))
 
@@ -73,20 +82,35 @@ def _voiced_mask(samples: Samples, rate: int, model: VadModel) -> npt.NDArray[np
     stream = VadStream(model)
     tail = np.zeros(-audio.size % WINDOW_SAMPLES, dtype=np.float32)
     windows = _voiced_windows(np.array(stream.feed(np.concatenate((audio, tail)))))
-    frame_samples = SPEECH_RATE * FRAME_MS // 1000
-    frames = audio[: audio.size // frame_samples * frame_samples].reshape(-1, frame_samples)
-    if not windows.any() or not frames.size:
-        return np.zeros(frames.shape[0], dtype=np.bool_)
-    level_db = 10.0 * np.log10(np.mean(np.square(frames), axis=1) + 1e-12)
-    middles = np.arange(frames.shape[0]) * frame_samples + frame_samples // 2
+    level_db = levels_db(samples, rate)
+    middles = (2 * np.arange(level_db.size) + 1) * SPEECH_RATE * FRAME_MS // 2000
     in_voice = windows[middles // WINDOW_SAMPLES]
-    loud_db = float(np.percentile(level_db[in_voice], 95))
-    threshold_db = loud_db - VOICE_RANGE_DB
-    if not in_voice.all():
-        noise_db = float(np.median(level_db[~in_voice]))
-        threshold_db = max(threshold_db, min(noise_db + NOISE_MARGIN_DB, loud_db - 10.0))
-    mask: npt.NDArray[np.bool_] = in_voice & (level_db >= threshold_db)
+    mask = np.zeros(level_db.size, dtype=np.bool_)
+    for start, end in _stretches(in_voice):
+        voice = in_voice[start:end]
+        recent = slice(max(start, end - LOUDNESS_MS // FRAME_MS), end)
+        loud_db = float(np.percentile(level_db[recent][in_voice[recent]], 95))
+        threshold_db = loud_db - VOICE_RANGE_DB
+        noise = level_db[end : end + PAUSE_MS // FRAME_MS]
+        if noise.size:
+            noise_db = float(np.median(noise))
+            above_noise_db = min(noise_db + NOISE_MARGIN_DB, loud_db - LEAST_RANGE_DB)
+            threshold_db = max(threshold_db, above_noise_db)
+        heard = voice & (level_db[start:end] >= threshold_db)
+        beside = np.concatenate(([False], heard, [False]))
+        mask[start:end] = heard & (beside[:-2] | beside[2:])
     return mask
+
+
+def _stretches(in_voice: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Frames [start, end) from the first to the last of a voice, parted by pauses."""
+    frames = np.flatnonzero(in_voice)
+    if not frames.size:
+        return []
+    last = np.flatnonzero(np.diff(frames) > PAUSE_MS // FRAME_MS)
+    starts = [frames[0], *frames[last + 1]]
+    ends = [*frames[last], frames[-1]]
+    return [(int(start), int(end) + 1) for start, end in zip(starts, ends, strict=True)]
 
 
 def _voiced_windows(probability: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:

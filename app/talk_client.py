@@ -42,6 +42,7 @@ from audio.wav import read_audio
 CHUNK_MS = 20
 CHUNK_SAMPLES = RATE * CHUNK_MS // 1000
 RESAMPLE_BLOCK_S = 10
+SILENCE_S = 1
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 # What OpenSSL says when the answer to its greeting is HTTP.
@@ -164,8 +165,10 @@ def load_caller_audio(path: Path, vad: VadModel) -> CallerAudio:
     ]
     pieces.append(to_pcm16(resampler.flush()))
     pcm = np.concatenate(pieces)
-    # Marks count in samples of the recording, 24 kHz, whatever the file has.
-    voiced = VoicedFrames(pcm.astype(np.float32) / np.float32(32768.0), RATE, vad)
+    # Marks count in samples of the recording, 24 kHz, whatever the file has. The microphone goes on
+    # after the file, in silence, and so does what is recorded of it.
+    heard = np.pad(pcm.astype(np.float32) / np.float32(32768.0), (0, RATE * SILENCE_S))
+    voiced = VoicedFrames(heard, RATE, vad)
     return CallerAudio(path, pcm, voiced, rate)
 
 

@@ -9,40 +9,53 @@ from __future__ import annotations
 import numpy as np
 
 from audio.frame import SPEECH_RATE, Samples
+from audio.loudness import levels_db
 
 _FRAME = SPEECH_RATE // 100
-# Quiet sounds of a voice lie at most so far below its loud ones, and so far above the noise.
-_VOICE_RANGE_DB = 30.0
+# Quiet sounds of a voice lie at most so far below its loud ones, and so far above the noise. Of 26
+# to 34 dB this is where 19 ends come out closest to where a person reads them off a spectrogram.
+_VOICE_RANGE_DB = 31.0
 _NOISE_MARGIN_DB = 6.0
 # Noise near the voice's own level hides its end; then this much below the loud parts counts.
 _LEAST_RANGE_DB = 10.0
 _DIP_LOOK_BACK = 2 * SPEECH_RATE
+# How loud a voice is says its last sentence. It also bounds the work: about 1 ms.
+_VOICE_LOOK_BACK = 3 * SPEECH_RATE
+# What follows at once tells the noise; later there may be a digital silence, or another sound.
+_NOISE_LEN = 3 * SPEECH_RATE // 10
 
 
 def find_voice_end(samples: Samples, voiced_len: int) -> int:
-    """End of the last audible sound of the voice, to 10 ms.
+    """End of the last sound of the voice that an ear hears, to 10 ms.
 
     ``samples`` float32 [n] at 16 kHz hold a turn and the silence that closed it; the VAD's voice
     ends at ``voiced_len``. Returns a position in [0, voiced_len]; ``voiced_len`` itself when the
     levels say nothing (no voice, no silence to compare with).
     """
-    voice = _levels_db(samples[:voiced_len])
+    start = max(0, voiced_len - _VOICE_LOOK_BACK)
+    levels = levels_db(samples[start : voiced_len + _NOISE_LEN], SPEECH_RATE)
+    voice, noise = np.split(levels, [(voiced_len - start) // _FRAME])
     if not len(voice):
         return voiced_len
-    loud = float(np.percentile(voice, 95))
-    noise = _levels_db(samples[voiced_len:])
+    loud = _loud_db(voice)
     quiet = float(np.median(noise)) if len(noise) else -np.inf
-    audible = np.flatnonzero(voice >= _audible_from_db(loud, quiet))
-    return min((int(audible[-1]) + 1) * _FRAME, voiced_len)
+    audible = voice >= _audible_from_db(loud, quiet)
+    # A single frame is a click, not a sound of a voice: the cut at the end of a recording, a key.
+    ends = np.flatnonzero(audible[1:] & audible[:-1]) + 1
+    if not len(ends):
+        ends = np.flatnonzero(audible)
+    return min(start + (int(ends[-1]) + 1) * _FRAME, voiced_len)
 
 
 def find_dip(samples: Samples) -> int:
     """Samples at the end of a voice, float32 [n] at 16 kHz, that are silent: 0 while it sounds.
 
     For a voice of which it is not known that it has ended; to 10 ms. The silence that it is
-    compared with is the quietest of the last two seconds, so without any there is no dip.
+    compared with is the quietest of the last two seconds, so without any there is no dip. Asked for
+    every packet of every caller, so the levels are not weighted: that is ten times the work, and
+    a dip in vain only costs a look.
     """
-    levels = _levels_db(samples[-_DIP_LOOK_BACK:][::-1])
+    levels = _plain_levels_db(samples[-_DIP_LOOK_BACK:][::-1])
     if not len(levels):
         return 0
     loud, quiet = float(np.percentile(levels, 95)), float(np.percentile(levels, 4))
@@ -50,14 +63,17 @@ def find_dip(samples: Samples) -> int:
     return int(audible[0]) * _FRAME if len(audible) else 0
 
 
+def _loud_db(levels: Samples) -> float:
+    """Of the loud parts of a voice in these frames, however much silence is among them."""
+    return float(np.percentile(levels[levels >= levels.max() - _VOICE_RANGE_DB], 95))
+
+
 def _audible_from_db(loud: float, quiet: float) -> float:
     """The level above which a voice with such loud parts is heard over so much noise."""
     return max(loud - _VOICE_RANGE_DB, min(quiet + _NOISE_MARGIN_DB, loud - _LEAST_RANGE_DB))
 
 
-def _levels_db(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def _plain_levels_db(samples: Samples) -> Samples:
     frames = samples[: len(samples) // _FRAME * _FRAME].reshape(-1, _FRAME)
-    levels: np.ndarray[tuple[int], np.dtype[np.float32]] = 10.0 * np.log10(
-        np.mean(np.square(frames), axis=1) + np.float32(1e-12)
-    )
+    levels: Samples = 10.0 * np.log10(np.mean(np.square(frames), axis=1) + np.float32(1e-12))
     return levels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,6 +142,8 @@ def test_statistics_name_the_cause(invoke: Invoke) -> None:
     assert "31 turns, 4 conversations" in result.stdout
     slowest = result.stdout.split("the slowest")[1].splitlines()
     assert slowest[2].split()[2:] == ["turn_30", "1,500", "voice", "+900"]
+    alone = invoke("stats", "--conversation", "sess_slow").stdout.split("the slowest")[1]
+    assert alone.split()[-2:] == ["1,500", "–"], "nothing is above its own median"
     compared = invoke("stats", "--since", "1796000020", "--until", "1796000040", "--compare")
     assert "p50 before (20 turns)" in compared.stdout, compared.output
     assert json.loads(invoke("stats", "--json").stdout)["summary"]["turns"] == 31
@@ -159,11 +162,31 @@ def test_wrong_usage(invoke: Invoke) -> None:
     for args in (
         ("--outcome", "happy"),
         ("--since", "yesterday"),
+        ("--since", "0001-01-01"),
+        ("--since", "1h", "--until", "2h"),
         ("stats", "--compare"),
         ("export", "--format", "xml"),
         ("--limit", "0"),
     ):
         assert invoke(*args).exit_code == 2, args
+
+
+def test_an_empty_period_is_told_once(invoke: Invoke) -> None:
+    told = " ".join(invoke("--since", "1h", "--until", "2h").output.replace("│", " ").split())
+    assert "Invalid value for '--until': it must be later than '--since'." in told
+
+
+def test_times_are_typed_as_they_are_printed(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        local = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1_796_000_025))
+        assert len(json.loads(invoke("--json", "--since", local).stdout)["data"]) == 6
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def run_main(*args: str) -> int:

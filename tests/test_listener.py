@@ -49,6 +49,48 @@ def test_the_instant_is_that_of_the_mouth_and_not_of_the_packet(rate: int, packe
     assert late.spoken_ns(8_000) - heard.spoken_ns(8_000) == 30_000_000
 
 
+def speak_with_delays(to: Listener, delays_ms: list[int]) -> None:
+    """Packets of 20 ms at 16 kHz, each held up by so much; none overtakes another."""
+    arrived_ns = 0
+    for number, delay_ms in enumerate(delays_ms):
+        on_time_ns = START_NS + (number + 1) * 20_000_000
+        arrived_ns = max(arrived_ns, on_time_ns + delay_ms * 1_000_000)
+        list(to.feed(np.zeros(320, np.float32), arrived_ns))
+
+
+@pytest.mark.parametrize(
+    "delays_ms",
+    [
+        [0] * 30 + [45] + [0] * 30,  # one is late
+        [0] * 29 + [120, 100, 80, 60, 40, 20] + [0] * 30,  # a stall, and all at once
+        [0] * 29 + [max(0, 3_000 - 20 * n) for n in range(150)] + [0] * 30,  # a long one
+        [(7 * n) % 20 for n in range(61)],  # a sender who is never quite in time
+    ],
+)
+def test_what_was_late_is_dated_by_what_was_not(delays_ms: list[int]) -> None:
+    heard = listener(16_000)
+    speak_with_delays(heard, delays_ms)
+    for sample in range(28 * 320, 36 * 320, 160):
+        true_ns = START_NS + sample * 1_000_000_000 // RATE
+        assert abs(heard.spoken_ns(sample) - true_ns) <= 4_000_000
+
+
+def test_a_file_sent_after_a_pause_was_not_late() -> None:
+    heard = listener(16_000)
+    speak_with_delays(heard, [0] * 30 + [3_000] + [0] * 100)  # two seconds of it at once
+    arrived_ns = START_NS + 31 * 20_000_000 + 3_000_000_000
+    assert heard.spoken_ns(60 * 320) == arrived_ns
+
+
+@pytest.mark.parametrize("pause_ms", [100, 400, 5_000])
+def test_a_caller_who_paused_was_not_late(pause_ms: int) -> None:
+    heard = listener(16_000)
+    speak_with_delays(heard, [0] * 30 + [pause_ms] * 30)
+    for sample in (31 * 320, 40 * 320):
+        true_ns = START_NS + sample * 1_000_000_000 // RATE + pause_ms * 1_000_000
+        assert heard.spoken_ns(sample) == true_ns
+
+
 def test_a_changed_format_begins_anew() -> None:
     heard = listener(24_000)
     speak(heard, np.zeros(24_000, np.float32), 24_000, 20)

@@ -80,6 +80,12 @@ async def test_filters(http: httpx.AsyncClient, query: str, expected: int) -> No
         (f"?conversation={'x' * 101}", "conversation"),
         ("/stats?bucket_s=0", "bucket_s"),
         ("/stats?compare_since=soon", "compare_since"),
+        ("?since=1h&until=2h", "until"),
+        ("?min_ms=500", "min_ms"),
+        ("?bucket_s=60", "bucket_s"),
+        ("/stats?limit=3", "limit"),
+        ("/conversations?cursor=3", "cursor"),
+        ("/stats?compare_since=1h&compare_until=2h", "compare_until"),
     ],
 )
 async def test_what_cannot_be_asked(http: httpx.AsyncClient, path: str, param: str) -> None:

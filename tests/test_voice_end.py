@@ -35,6 +35,33 @@ def test_a_quiet_last_sound_is_part_of_the_voice() -> None:
     assert find_voice_end(samples, int(1.2 * RATE)) == pytest.approx(1.1 * RATE, abs=160)
 
 
+def test_a_rumble_behind_the_voice_is_not_the_voice() -> None:
+    t = np.arange(RATE // 2) / RATE
+    rumble = (0.1 * np.sin(2 * np.pi * 25 * t)).astype(np.float32)
+    samples = np.concatenate([tone(1.0, 0.3), rumble])
+    assert find_voice_end(samples, int(1.2 * RATE)) == pytest.approx(1.0 * RATE, abs=160)
+
+
+def test_a_click_behind_the_voice_is_not_the_voice() -> None:
+    samples = np.concatenate([tone(1.0, 0.3), np.zeros(RATE // 2, np.float32)])
+    samples[int(1.105 * RATE)] = 0.9
+    assert find_voice_end(samples, int(1.2 * RATE)) == pytest.approx(1.0 * RATE, abs=160)
+
+
+def test_silence_before_the_voice_makes_it_no_quieter() -> None:
+    voice = np.concatenate([tone(0.3, 0.3), tone(0.1, 0.012), np.zeros(RATE // 2, np.float32)])
+    ends = [
+        find_voice_end(np.concatenate([np.zeros(lead, np.float32), voice]), lead + RATE // 2) - lead
+        for lead in (0, 2 * RATE)
+    ]
+    assert ends[0] == ends[1]
+
+
+def test_a_silence_of_the_network_does_not_hide_the_noise_that_follows_the_voice() -> None:
+    samples = np.concatenate([tone(1.0, 0.3), noise(0.4, 0.004), np.zeros(RATE, np.float32)])
+    assert find_voice_end(samples, int(1.1 * RATE)) == pytest.approx(1.0 * RATE, abs=160)
+
+
 @pytest.mark.parametrize("length", [0, 100, 5_000])
 def test_without_levels_to_compare_the_vad_is_believed(length: int) -> None:
     assert find_voice_end(np.zeros(length, np.float32), length) in range(length - 160, length + 1)

@@ -6,6 +6,8 @@ The database is read in worker threads, not on the event loop: most handlers are
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -14,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.errors import ClientError
 from app.observe.canary import LANES
-from app.observe.query import TraceFilter, TraceQuery, instant_ms
+from app.observe.query import TraceFilter, TraceQuery, period_ms
 from app.observe.trace import OUTCOMES
 from app.observe.writer import TraceWriter
 
@@ -74,12 +76,13 @@ def chosen_turns(
                 code="invalid_value",
                 param="outcome",
             )
+    since_ms, until_ms = period_ms(since, until)
     return TraceFilter(
         session_id=conversation or None,
         outcomes=outcomes,
         min_voice_to_voice_ms=min_voice_to_voice_ms,
-        since_ms=instant_ms(since, "since"),
-        until_ms=instant_ms(until, "until"),
+        since_ms=since_ms,
+        until_ms=until_ms,
         over_budget=over_budget,
         engine=engine or None,
     )
@@ -87,6 +90,22 @@ def chosen_turns(
 
 def _checked(request: Request) -> None:
     request.app.state.gatekeeper.check(request.headers)
+
+
+def _takes(*params: str) -> Callable[[Request], None]:
+    """Lets the filters and ``params`` through: a misspelt filter would filter nothing."""
+    known = {*inspect.signature(chosen_turns).parameters, *params}
+
+    def refuse_others(request: Request) -> None:
+        for name in request.query_params:
+            if name not in known:
+                raise ClientError(
+                    f"Unknown parameter: {name[:100]!r}. Expected {', '.join(sorted(known))}.",
+                    code="unknown_parameter",
+                    param=name[:100],
+                )
+
+    return refuse_others
 
 
 Chosen = Annotated[TraceFilter, Depends(chosen_turns)]
@@ -97,7 +116,7 @@ def traces_router(traces: TraceWriter) -> APIRouter:
     router = APIRouter(prefix="/v1/traces", dependencies=[Depends(_checked)])
     query = TraceQuery(traces.store)
 
-    @router.get("")
+    @router.get("", dependencies=[Depends(_takes("limit", "cursor"))])
     def list_traces(
         chosen: Chosen,
         limit: Limit = 50,
@@ -111,11 +130,13 @@ def traces_router(traces: TraceWriter) -> APIRouter:
             "next_cursor": page.next_cursor,
         }
 
-    @router.get("/conversations")
+    @router.get("/conversations", dependencies=[Depends(_takes("limit"))])
     def list_conversations(chosen: Chosen, limit: Limit = 50) -> dict[str, Any]:
         return {"object": "list", "data": query.conversations(chosen, limit)}
 
-    @router.get("/stats")
+    @router.get(
+        "/stats", dependencies=[Depends(_takes("bucket_s", "compare_since", "compare_until"))]
+    )
     def stats(
         chosen: Chosen,
         bucket_s: Annotated[int | None, Query(ge=1, le=31_536_000)] = None,
@@ -124,12 +145,15 @@ def traces_router(traces: TraceWriter) -> APIRouter:
     ) -> dict[str, Any]:
         compare_with = None
         if compare_since is not None or compare_until is not None:
+            since_ms, until_ms = period_ms(
+                compare_since, compare_until, ("compare_since", "compare_until")
+            )
             compare_with = TraceFilter(
                 session_id=chosen.session_id,
                 outcomes=chosen.outcomes,
                 min_voice_to_voice_ms=chosen.min_voice_to_voice_ms,
-                since_ms=instant_ms(compare_since, "compare_since"),
-                until_ms=instant_ms(compare_until, "compare_until"),
+                since_ms=since_ms,
+                until_ms=until_ms,
                 over_budget=chosen.over_budget,
                 engine=chosen.engine,
             )

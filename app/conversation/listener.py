@@ -31,6 +31,10 @@ RATE = SPEECH_RATE
 _IDLE_KEEP_SAMPLES = 6 * RATE
 _MIN_SPEECH_OVER_OURS_MS = 128
 _NS = 1_000_000_000
+# A message was late if the stream was sooner in the samples before it, and soon again as soon.
+_STEADY_BEFORE = RATE
+_CAUGHT_UP_WITHIN_NS = 1_000_000_000
+_CAUGHT_UP_NS = 20_000_000
 
 
 class Listener:
@@ -214,11 +218,28 @@ class Listener:
         """When the caller had spoken the samples before ``sample``, as far as arrivals tell.
 
         A message is sent when its last sample has been spoken, so what lies before that in it was
-        spoken so much sooner. Of a message longer than a slice this holds within each slice: it
-        was not made while somebody spoke, or its sender gave up on being in time.
+        spoken so much sooner. One that was held up, on its way or by a busy loop here, is dated by
+        those around it: if the stream was ahead of it before and has caught up since, it was late.
+        Where the stream stays behind, the caller paused; where it only gets ahead, nobody spoke
+        while it was sent. (Of a message longer than a slice, each slice counts as one.)
         """
         index = min(bisect_right(self._ends, sample - 1), len(self._ends) - 1)
-        return self._spoken[index] - max(0, self._ends[index] - sample) * _NS // RATE
+        first = bisect_right(self._ends, self._ends[index] - _STEADY_BEFORE)
+        before = [self._ahead_ns(i) for i in range(first, index)]
+        after = [
+            self._ahead_ns(i)
+            for i in range(index + 1, len(self._ends))
+            if self._spoken[i] - self._spoken[index] <= _CAUGHT_UP_WITHIN_NS
+        ]
+        late_ns = 0
+        if before and after and max(after) > max(before) - _CAUGHT_UP_NS:
+            late_ns = max(0, min(max(before), max(after)) - self._ahead_ns(index))
+        since_ns = max(0, self._ends[index] - sample) * _NS // RATE
+        return self._spoken[index] - late_ns - since_ns
+
+    def _ahead_ns(self, index: int) -> int:
+        """How far a slice's samples are ahead of its time: equal for all of a steady stream."""
+        return self._ends[index] * _NS // RATE - self._spoken[index]
 
     def _keep(self, samples: Samples, spoken_ns: int) -> None:
         if self.kept_samples + len(samples) > self._max_buffer_samples:

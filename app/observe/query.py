@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -67,10 +67,28 @@ class TraceFilter:
         return (f"WHERE {' AND '.join(terms)}" if terms else ""), values
 
 
-def instant_ms(text: str | None, param: str) -> int | None:
-    """Unix milliseconds from Unix seconds, ISO 8601 (UTC unless it says otherwise), or an age.
+def period_ms(
+    since: str | None,
+    until: str | None,
+    params: tuple[str, str] = ("since", "until"),
+    zone: tzinfo | None = UTC,
+) -> tuple[int | None, int | None]:
+    """Both ends of a period as ``instant_ms`` reads them. Raises ClientError when it is empty."""
+    since_ms, until_ms = instant_ms(since, params[0], zone), instant_ms(until, params[1], zone)
+    if since_ms is not None and until_ms is not None and until_ms <= since_ms:
+        raise ClientError(
+            f"Invalid value for '{params[1]}': it must be later than '{params[0]}'.",
+            code="invalid_value",
+            param=params[1],
+        )
+    return since_ms, until_ms
 
-    An age is a number with m, h or d: "24h" is a day ago. Raises ClientError naming ``param``.
+
+def instant_ms(text: str | None, param: str, zone: tzinfo | None = UTC) -> int | None:
+    """Unix milliseconds from Unix seconds, ISO 8601, or an age.
+
+    A time that does not say its zone is one of ``zone``; None: that of this machine. An age is a
+    number with m, h or d: "24h" is a day ago. Raises ClientError naming ``param``.
     """
     if text is None:
         return None
@@ -81,9 +99,9 @@ def instant_ms(text: str | None, param: str) -> int | None:
     except ValueError:
         try:
             moment = datetime.fromisoformat(text)
-        except ValueError as error:
+            seconds = (moment if moment.tzinfo else moment.replace(tzinfo=zone)).timestamp()
+        except (ValueError, OverflowError) as error:  # the latter: a year that local time lacks
             raise _bad_time(text, param) from error
-        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     if not math.isfinite(seconds) or abs(seconds) > _MAX_UNIX_S:
         raise _bad_time(text, param)
     return int(seconds * 1000)

@@ -81,8 +81,9 @@ export function showSlowest(slowest, open) {
   const rows = slowest.map((turn) => [
     link(when(turn.ended_at_ms), () => open(turn.turn_id)),
     element("span", "is-strong", ms(turn.voice_to_voice_ms)),
-    STAGES.get(turn.cause) ?? turn.cause,
-    `+${ms(turn.cause_above_median_ms)}`,
+    // Among few turns also those that nothing has slowed are of the slowest.
+    turn.cause_above_median_ms >= 0.5 ? (STAGES.get(turn.cause) ?? turn.cause) : "–",
+    turn.cause_above_median_ms >= 0.5 ? `+${ms(turn.cause_above_median_ms)}` : "",
   ]);
   const titles = ["Ended", "ms#", "Cause", "Above its median, ms#"];
   fillTable(byId("slowest"), "The slowest turns", titles, rows);
