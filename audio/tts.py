@@ -42,6 +42,9 @@ _SAMPLE = "Hello there, this is a first sentence."
 _MIN_FRAMES = 20
 # Of the audio in hand, what making the next piece may take.
 _MAKING_SHARE = 0.5
+# Where nobody waits a piece is long, since each costs its halos, but not the whole of a long clause:
+# another caller's may be needed at once, and what is being made is made to its end.
+_PATIENT_S = 2.0
 
 # Short clauses come again and again ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
 _MAX_KEPT = 128
@@ -171,7 +174,7 @@ class Synthesizer:
             utterance = self._open(phonemes, speed)
             finisher = Finisher(self.sample_rate, self._gain, trailing_ms)
             while not utterance.is_over:
-                num_frames = self._next_len(utterance, made_len) if is_urgent else 1_000_000
+                num_frames = self._next_len(utterance, made_len if is_urgent else None)
                 samples = finisher.feed(utterance.take(num_frames))
                 made_len += len(samples)
                 num_left = (utterance.num_frames - utterance.num_made) * self._net.hop_len
@@ -188,9 +191,13 @@ class Synthesizer:
         scales = [self._noise_scale, self._length_scale / speed, self._noise_w_scale]
         return self._net.open(ids, scales, self._sid)
 
-    def _next_len(self, utterance: Utterance, made_len: int) -> int:
+    def _next_len(self, utterance: Utterance, made_len: int | None) -> int:
         """Frames of the next piece: so many that making them, and then the shortest piece behind
-        them, takes less than what was made lasts."""
+        them, takes less than what was made lasts. None: there is no hurry."""
+        left = utterance.num_frames - utterance.num_made
+        if made_len is None:
+            patient = round(_PATIENT_S * self.sample_rate / self._net.hop_len)
+            return left if left <= patient * 3 // 2 else patient
         frame_s, cost_s = self._net.hop_len / self.sample_rate, self._net.decode_s
         around = 2 * self._net.halo_len
         if not made_len:
@@ -200,7 +207,6 @@ class Synthesizer:
             in_hand_s = made_len / self.sample_rate
             num_frames = max(_MIN_FRAMES, round(in_hand_s * _MAKING_SHARE / cost_s) - around)
         # A short rest is not worth a piece of its own.
-        left = utterance.num_frames - utterance.num_made
         return left if left <= num_frames + _MIN_FRAMES // 2 else num_frames
 
     def _measure_gain(self, voice: Path) -> float:

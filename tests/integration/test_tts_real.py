@@ -245,3 +245,12 @@ def test_a_failing_network_is_a_model_error(tts_voice_path: Path, tmp_path: Path
     (tmp_path / "voice.onnx.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"voice\.onnx does not speak"):
         Synthesizer(voice)
+
+
+def test_a_long_clause_without_hurry_lets_others_in_between(deterministic: Synthesizer) -> None:
+    text = "The moon goes around the earth once in four weeks and shows us always one side of it"
+    pieces = [piece.samples for piece in deterministic.stream(text, is_urgent=False)]
+    lengths_s = [len(samples) / deterministic.sample_rate for samples in pieces]
+    assert len(pieces) > 1 and max(lengths_s) <= 3.1, lengths_s
+    hasty = [piece.samples for piece in deterministic.stream(text)]
+    np.testing.assert_allclose(np.concatenate(pieces), np.concatenate(hasty), atol=1e-4)
