@@ -42,8 +42,8 @@ _SAMPLE = "Hello there, this is a first sentence."
 _MIN_FRAMES = 20
 # Of the audio in hand, what making the next piece may take.
 _MAKING_SHARE = 0.5
-# Where nobody waits a piece is long, since each costs its halos, but not the whole of a long clause:
-# another caller's may be needed at once, and what is being made is made to its end.
+# Where nobody waits a piece is long, since each costs its halos, but not the whole of a long
+# clause: another caller's may be needed at once, and what is being made is made to its end.
 _PATIENT_S = 2.0
 
 # Short clauses come again and again ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
