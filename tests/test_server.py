@@ -310,6 +310,18 @@ async def test_a_connection_that_asks_for_nothing_is_closed(
             async with asyncio.timeout(10):
                 assert await reader.read() == b""
             writer.close()
+        # Nor may the next request come in pieces for ever, or a body that nobody reads any more.
+        whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        refused = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        for request, more in ((whole, b"GET /he"), (refused, b"x")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            assert await reader.readuntil(b"}")
+            async with asyncio.timeout(10):
+                writer.write(more)
+                while await reader.read(1000):
+                    pass
+            writer.close()
         # One that has asked stays open for its answer, and for more.
         async with httpx.AsyncClient(base_url=url) as http:
             assert (await http.get("/healthz")).status_code == 200

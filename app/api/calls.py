@@ -21,7 +21,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from app.api.calls_registry import CallsRegistry
-from app.api.http_errors import BodyTooLargeError, error_response
+from app.api.http_body import read_body
+from app.api.http_errors import error_response
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
 from app.api.realtime_names import OWN_NAME, is_beta
@@ -219,14 +220,10 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
             "Send the offer as application/sdp, or as multipart/form-data with the fields 'sdp' "
             "and 'session'.",
         )
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLargeError(f"The request is too large: at most {MAX_BODY_BYTES} bytes.")
+    body = await read_body(request, MAX_BODY_BYTES)
     if name == "application/sdp":
-        return _text(bytes(body), "sdp"), {}
-    fields = _form_fields(kind, bytes(body))
+        return _text(body, "sdp"), {}
+    fields = _form_fields(kind, body)
     if "sdp" not in fields:
         raise ClientError(
             "Missing required parameter: 'sdp'.", code="missing_required_parameter", param="sdp"
