@@ -1,4 +1,4 @@
-"""Bodies that are too long, come too slowly, or stop in the middle, at each route that reads one."""
+"""Bodies that are too long, too slow, or stop in the middle, at each route that reads one."""
 
 from __future__ import annotations
 
