@@ -245,7 +245,7 @@ def _form_fields(content_type: str, body: bytes) -> dict[str, bytes]:
         return {}
     line = b"\r\n--" + boundary.encode("latin-1", "replace")
     _, *parts = (b"\r\n" + body).split(line, _MAX_FIELDS + 2)
-    fields = {}
+    fields: dict[str, bytes] = {}
     for part in parts:
         if part.startswith(b"--"):  # the end
             return fields
