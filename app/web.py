@@ -143,6 +143,9 @@ def _add_health(app: FastAPI, services: Services) -> None:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
+    # `/health` is where load tools made for vLLM look before they begin.
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
     async def readyz() -> JSONResponse:

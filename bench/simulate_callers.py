@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_core.batch import ForwardBatch, Segment
+from llm_core.batch import ForwardBatch, ForwardResult, Segment
 from llm_core.chat_template import ChatTemplate
 from llm_core.engine import Engine
 from llm_core.messages import (
@@ -80,6 +80,7 @@ class TimedModel:
     """The interface of ModelRunner; says always the same and takes its time."""
 
     num_blocks, block_size, max_context = 16_384, 16, 8_192
+    chooses_tokens = False
 
     def __init__(self, fixed_ms: float, row_ms: float, vocab_size: int) -> None:
         self.now_ns = 0
@@ -99,10 +100,10 @@ class TimedModel:
             "num_threads": 1,
         }
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
         self.num_steps += 1
         self.now_ns += int(self._fixed_ns + self._row_ns * len(batch.token_ids))
-        return self._logits.expand(len(batch.logit_rows), -1)
+        return ForwardResult(self._logits.expand(len(batch.logit_rows), -1))
 
     def copy_block_rows(self, src_block: int, dst_block: int, num_rows: int) -> None:
         """Takes no time worth counting."""
@@ -252,7 +253,9 @@ def measured_cost_ms(model_path: str) -> tuple[float, float]:
     import statistics
     import time
 
-    runner = ModelRunner.load(EngineConfig(model_path=model_path, max_context=512))
+    # The threads of a server on two cores.
+    config = EngineConfig(model_path=model_path, max_context=512, num_threads=2)
+    runner = ModelRunner.load(config)
     points = []
     for num_rows in (1, 2, 4, 8, 16, 32, 96):
         segments = tuple(Segment((2 * n, 2 * n + 1), 16, 1) for n in range(min(num_rows, 32)))

@@ -127,6 +127,15 @@ class GuideCompiler:
         )
         if matcher.is_error():
             raise InvalidRequestError(f"{name}: {_first_line(matcher.get_error())}")
+        # Some grammars are found to be impossible only when they are asked what may come first.
+        try:
+            may_begin = bool(
+                GuideState(matcher.deep_copy(), self._tokenizer.vocab_size).allowed().any()
+            )
+        except LlmError as error:
+            raise InvalidRequestError(f"{name}: {error}") from error
+        if not may_begin:
+            raise InvalidRequestError(f"{name}: no reply can satisfy it")
         return matcher
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:

@@ -21,9 +21,12 @@ _COMFORT_NS = 600_000_000
 
 class Policy(Protocol):
     """``rank`` sorts: the smallest is served first, the largest is the first to lose its blocks.
-    ``gives_way`` is whether a decoding sequence leaves the step to prompts that wait."""
+    ``gives_way`` is whether a decoding sequence leaves the step to prompts that wait, ``displaces``
+    whether one that waits takes the place of one that runs."""
 
     def rank(self, sequence: TokenSequence) -> tuple[int, ...]: ...
+
+    def displaces(self, waiting: TokenSequence, running: TokenSequence) -> bool: ...
 
     def gives_way(self, sequence: TokenSequence, now_ns: int) -> bool: ...
 
@@ -34,6 +37,9 @@ class FirstComeFirstServed:
     def rank(self, sequence: TokenSequence) -> tuple[int, ...]:
         return (sequence.arrival_ns, sequence.seq_id)
 
+    def displaces(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+        return False
+
     def gives_way(self, sequence: TokenSequence, now_ns: int) -> bool:
         return False
 
@@ -43,6 +49,9 @@ class ByPriority:
 
     def rank(self, sequence: TokenSequence) -> tuple[int, ...]:
         return (-sequence.priority, sequence.arrival_ns, sequence.seq_id)
+
+    def displaces(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+        return waiting.priority > running.priority
 
     def gives_way(self, sequence: TokenSequence, now_ns: int) -> bool:
         return False
@@ -56,6 +65,10 @@ class EarliestDeadlineFirst:
         if deadline_ns is None:
             deadline_ns = sequence.arrival_ns + _DEFAULT_DEADLINE_NS
         return (-sequence.priority, deadline_ns, sequence.seq_id)
+
+    def displaces(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+        # Not for an earlier deadline: what two equals would do to each other is thrash.
+        return waiting.priority > running.priority
 
     def gives_way(self, sequence: TokenSequence, now_ns: int) -> bool:
         return sequence.deadline_ns is not None and sequence.deadline_ns - now_ns > _COMFORT_NS

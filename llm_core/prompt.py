@@ -6,7 +6,7 @@ the same beginning for many turns and its cached prefix stays of use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +20,12 @@ from llm_core.tokenizer import Tokenizer
 # A token of a BPE vocabulary is rarely longer; a text above this many bytes a token of context is
 # refused before time is spent on encoding it.
 _MAX_BYTES_PER_TOKEN = 64
+# Speech and prose have about four. A longer text is first encoded in slices, as far as the context
+# reaches: all streams wait while a prompt is encoded, and some texts have a token a byte.
+_USUAL_BYTES_PER_TOKEN = 8
+_SLICE_CHARS = 8192
+# A slice may have some tokens more than its part of the whole; what is clearly too long is refused.
+_CLEARLY = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,19 @@ class PromptBuilder:
                 f"the messages have {self._num_bytes(messages)} bytes; that cannot fit into the "
                 f"context of {self._max_context} tokens"
             )
+        if self._num_bytes(messages) > self._max_context * _USUAL_BYTES_PER_TOKEN:
+            self._check_slices(messages)
+
+    def _check_slices(self, messages: Sequence[ChatMessage]) -> None:
+        count = 0
+        for text in (text for message in messages for text in _texts(message)):
+            for start in range(0, len(text), _SLICE_CHARS):
+                count += len(self._tokenizer.encode(text[start : start + _SLICE_CHARS]))
+                if count > self._max_context * _CLEARLY:
+                    raise PromptTooLongError(
+                        f"the messages have more than {int(self._max_context * _CLEARLY)} tokens; "
+                        f"that cannot fit into the context of {self._max_context} tokens"
+                    )
 
     def _check_length(self, prompt_len: int, reply_len: int) -> None:
         if prompt_len + reply_len > self._max_context:
@@ -145,4 +164,14 @@ class PromptBuilder:
 
     @staticmethod
     def _num_bytes(messages: Sequence[ChatMessage]) -> int:
-        return sum(len(m.content.encode("utf-8", errors="replace")) for m in messages)
+        texts = (text for message in messages for text in _texts(message))
+        return sum(len(text.encode("utf-8", errors="replace")) for text in texts)
+
+
+def _texts(message: ChatMessage) -> Iterator[str]:
+    """All that a template may show of a message."""
+    yield message.content
+    for tool in message.tools:
+        yield from (tool.name, tool.description, tool.parameters)
+    for call in message.tool_calls:
+        yield from (call.name, call.arguments)

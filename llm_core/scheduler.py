@@ -23,6 +23,9 @@ from llm_core.policy import Policy
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.tree import EMPTY, DraftTree
 
+# Of the places to wait, those that a priority below 0 leaves to others: one in so many.
+_RESERVED_SHARE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -76,8 +79,10 @@ class Scheduler:
         self._max_running = max_running
         self._max_waiting = max_waiting
         # Bounded: add() refuses with EngineBusyError when max_waiting are waiting for which the
-        # next step has no place, or as many drafts are open. Preempted ones always find room.
+        # next step has no place (fewer for a priority below 0), or as many drafts are open.
+        # Preempted ones always find room.
         self._waiting: list[TokenSequence] = []
+        self._without_blocks: TokenSequence | None = None  # was not admitted for want of them
         self._running: list[TokenSequence] = []
         self._parked: list[TokenSequence] = []
 
@@ -99,7 +104,8 @@ class Scheduler:
 
     def add(self, sequence: TokenSequence) -> None:
         """Queues a sequence. Raises EngineBusyError when there is no room to wait."""
-        if len(self._waiting) >= self._max_waiting + self._num_places:
+        reserve = self._max_waiting // _RESERVED_SHARE if sequence.priority < 0 else 0
+        if len(self._waiting) >= self._max_waiting + self._num_places - reserve:
             raise EngineBusyError(
                 f"{len(self._running)} requests are running and {len(self._waiting)} waiting; "
                 "try again later"
@@ -131,6 +137,7 @@ class Scheduler:
     def schedule(self, now_ns: int = 0) -> StepPlan:
         """The next step. It must be run before anything else is called."""
         plan = StepPlan()
+        self._make_room()
         streams = sorted(filter(_is_stream, self._running), key=self._policy.rank)
         prompts = [s for s in self._running if not _is_stream(s)] + self._waiting
         patient = [s for s in streams if prompts and self._policy.gives_way(s, now_ns)]
@@ -203,6 +210,25 @@ class Scheduler:
             place.remove(sequence)
             self._waiting.append(sequence)
 
+    def _make_room(self) -> None:
+        """Whoever waits with a higher priority gets the place of one who runs with a lower one, and
+        its blocks where there are too few."""
+        needy, self._without_blocks = self._without_blocks, None
+        if needy is not None and needy in self._waiting:
+            self._displace_for(needy)
+        waiting = sorted(self._waiting, key=self._policy.rank)
+        for sequence in waiting[self._num_places :]:
+            if not self._displace_for(sequence):
+                return
+
+    def _displace_for(self, sequence: TokenSequence) -> bool:
+        """Preempts the last in the policy's order, if it must give way to ``sequence``."""
+        victim = max(self._running, key=self._policy.rank, default=None)
+        if victim is None or not self._policy.displaces(sequence, victim):
+            return False
+        self._preempt(victim)
+        return True
+
     def _plan_prompts(self, plan: StepPlan, budget: int) -> None:
         """Rows for whoever has more than one to compute. The first that finds no room keeps those
         behind it waiting too: overtaking would starve the long ones."""
@@ -228,6 +254,7 @@ class Scheduler:
             spare = len(self._running)
             while (copies := self.tables.admit(sequence, spare=spare)) is None:
                 if not self._reclaim(sequence):
+                    self._without_blocks = sequence
                     return False
             plan.copies += copies
             if sequence.num_steps == 0:

@@ -22,6 +22,7 @@ from tests.fakes import ScriptedEngine, fake_services
 from tests.test_webrtc_sdp import OFFER
 
 SDP = {"content-type": "application/sdp"}
+FORM = {"content-type": "multipart/form-data; boundary=b"}
 PATH = "/v1/realtime/calls"
 Start = Callable[..., Any]
 
@@ -170,6 +171,21 @@ async def test_bodies_that_cannot_be_read(start: Start) -> None:
             ({"files": {"offer": (None, b"v=0")}}, 400, "missing_required_parameter"),
             (
                 {"content": b"--x", "headers": {"content-type": "multipart/form-data"}},
+                400,
+                "missing_required_parameter",
+            ),
+            *(
+                ({"content": form, "headers": FORM}, 400, "invalid_value")
+                for form in (
+                    b"--b"
+                    + b"\r\ncontent-disposition: form-data; name=%d\r\n\r\n\r\n--b"
+                    * 17
+                    % (*range(17),),
+                    b"--b\r\n" + b"a: b\r\n" * 1_000 + b"\r\nv=0\r\n--b--",
+                )
+            ),
+            (
+                {"content": b"--b\r\n\r\n\r\n" * 50_000, "headers": FORM},
                 400,
                 "missing_required_parameter",
             ),

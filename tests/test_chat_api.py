@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from app.api import chat as chat_api
+from app.api import http_body
 from app.server import create_app, listening
 from llm_core import (
     EngineBusyError,
@@ -226,7 +227,7 @@ async def test_a_body_that_is_too_large(tmp_path: Path) -> None:
 
 
 async def test_a_body_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_api, "_BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_body, "BODY_TIMEOUT_S", 0.05)
     engine = ScriptedEngine("Hi")
     async with serving(tmp_path, engine) as client:
         reader, writer = await connect(client)

@@ -158,6 +158,7 @@ def test_calls_of_llama() -> None:
         (schema(**{"$ref": "http://example.com/x"}), "schema: .*example.com"),
         (schema(type="object", properties={"a": {"not": {}}}), "schema: .*not"),
         (schema(allOf=[{"type": "string"}, {"type": "number"}]), "schema: .*nsatisfiable"),
+        (schema(**{"$ref": "#"}), "schema: "),
         (schema(enum=["x" * MAX_GUIDE_CHARS]), f"schema: .*{MAX_GUIDE_CHARS}"),
         (RegexGuide(pattern="("), "regex: "),
         (RegexGuide(pattern=""), "regex: "),

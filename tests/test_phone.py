@@ -16,6 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from app.phone_peers import PEERS, Clear, Goodbye, Mark, Play
+from app.transports.phone import line as line_module
 from tests.leaks import Memory
 from tests.phone_caller import PATIENCE_S, Caller, Server, phone, phone_server
 
@@ -162,6 +163,20 @@ async def test_hanging_up_in_every_state_leaves_nothing(
                 calls.create_task(call(provider))
         await server.until_free()
         server.engine.gate.set()
+
+
+@pytest.mark.parametrize("provider", ["twilio", "audiosocket"])
+async def test_a_line_that_carries_nothing_is_hung_up(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_module, "SILENT_LINE_S", 0.3)
+    async with phone_server(tmp_path, SHORT) as server, phone(server, provider) as caller:
+        for _ in range(20):  # the caller's silence keeps it
+            await caller.say(0.02, level=0.0)
+            await asyncio.sleep(0.02)
+        assert not caller.ended.is_set() and server.num_calls == 1
+        await caller.until_ended()
+        await server.until_free()
 
 
 async def test_fifty_callers_vanish_at_random(tmp_path: Path) -> None:
@@ -340,11 +355,13 @@ async def test_a_webhook_that_twilio_did_not_sign_is_refused(tmp_path: Path) -> 
             {**good, "data": {"CallSid": "CA2"}},
             signed("https://elsewhere.example.org" + path, form),
             {"content": b"\xff\xfe", "headers": good["headers"]},
-            {"content": b"a=b&" * 20_000, "headers": good["headers"]},
+            {"content": b"a=b&" * 499, "headers": good["headers"]},
         ):
             answer = await http.post(path, **wrong)
             assert answer.status_code == 403
             assert "CA1" not in answer.text and answer.json()["error"]["message"]
+        too_long = {"content": b"a=b&" * 20_000, "headers": good["headers"]}
+        assert (await http.post(path, **too_long)).status_code == 413
     async with (
         phone_server(tmp_path, SHORT) as server,
         httpx.AsyncClient(base_url=server.url) as http,

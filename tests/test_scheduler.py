@@ -223,6 +223,61 @@ def test_priority_goes_first_and_loses_its_blocks_last() -> None:
     assert low.token_ids == continued_alone(low)
 
 
+@pytest.mark.parametrize("policy", ["priority", "deadline"])
+def test_who_speaks_takes_the_place_of_one_who_writes(policy: PolicyName) -> None:
+    """Not only its turn: answers that are written may take minutes, and all places."""
+    harness = Harness(max_running=2, policy=policy)
+    writers = [harness.add(tokens_from(20 * n, 8), max_new=30, priority=-1) for n in range(2)]
+    for _ in range(3):
+        harness.step()
+    speaker = harness.add([1, 2], max_new=2)
+    assert speaker.seq_id in {seq_id for seq_id, _, _ in shape(harness.step())}
+    assert harness.scheduler.num_preempted == 1
+    equal = harness.add([3, 4], max_new=2)
+    other = harness.add([5, 6], max_new=2)
+    harness.step()
+    assert {equal.num_steps, other.num_steps} == {0, 1}, "equals wait for each other"
+    harness.run()
+    for sequence in (*writers, speaker, equal, other):
+        assert sequence.token_ids == continued_alone(sequence)
+    harness.assert_all_free()
+
+
+def test_nobody_takes_a_place_by_the_order_of_arrival() -> None:
+    harness = Harness(max_running=1, policy="fcfs")
+    first = harness.add([1, 2], max_new=5, priority=-1)
+    harness.add([3, 4], max_new=1, priority=5)
+    while first.num_generated < 5:
+        harness.step()
+    assert harness.scheduler.num_preempted == 0
+
+
+def test_who_speaks_gets_the_blocks_of_one_who_writes() -> None:
+    harness = Harness(num_blocks=10, max_running=4, policy="deadline")
+    writer = harness.add(tokens_from(0, 24), max_new=12, priority=-1)
+    harness.step()
+    speaker = harness.add(tokens_from(50, 16), max_new=2)
+    for _ in range(3):
+        harness.step()
+    assert speaker.num_generated > 0 and writer.num_generated < 12
+    harness.run()
+    assert writer.token_ids == continued_alone(writer)
+    harness.assert_all_free()
+
+
+def test_those_who_write_leave_room_to_wait() -> None:
+    harness = Harness(max_running=1, max_waiting=8, policy="deadline")
+    for _ in range(7):
+        harness.add([1, 2], priority=-1)
+    with pytest.raises(EngineBusyError):
+        harness.add([1, 2], priority=-1)
+    speakers = [harness.add([3, 4]) for _ in range(2)]
+    with pytest.raises(EngineBusyError):
+        harness.add([3, 4])
+    harness.run()
+    assert all(sequence.num_generated == 3 for sequence in speakers)
+
+
 def test_the_earliest_deadline_goes_first_and_can_change() -> None:
     harness = Harness(max_running=1, policy="deadline")
     late = harness.add([1, 2], max_new=1, deadline_ns=9 * SECOND_NS)

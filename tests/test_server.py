@@ -105,6 +105,7 @@ async def test_health_page_and_headers(start: Start) -> None:
         ready = await http.get("/readyz")
         assert ready.status_code == 200
         assert ready.json() == {"status": "ready", "sessions": 0, "max_sessions": 16}
+        assert (await http.get("/health")).json() == ready.json()
         page = await http.get("/")
         assert "<title>Parley" in page.text
         assert page.headers["cache-control"] == "no-cache"
@@ -140,8 +141,8 @@ async def test_an_engine_that_died_is_not_ready(web_root: Path) -> None:
     cast(Any, services.engine).is_alive = False
     app = create_app(services.settings, services, web_root=web_root)
     async with listening(app, services.settings) as url, httpx.AsyncClient() as http:
-        assert (await http.get(f"{url}/readyz")).status_code == 503
-        assert (await http.get(f"{url}/healthz")).status_code == 200
+        for path, status in (("readyz", 503), ("health", 503), ("healthz", 200)):
+            assert (await http.get(f"{url}/{path}")).status_code == status
 
 
 async def test_traces_are_behind_the_key(start: Start) -> None:
@@ -309,6 +310,18 @@ async def test_a_connection_that_asks_for_nothing_is_closed(
             writer.write(first_bytes)
             async with asyncio.timeout(10):
                 assert await reader.read() == b""
+            writer.close()
+        # Nor may the next request come in pieces for ever, or a body that nobody reads any more.
+        whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        refused = b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        for request, more in ((whole, b"GET /he"), (refused, b"x")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            assert await reader.readuntil(b"}")
+            async with asyncio.timeout(10):
+                writer.write(more)
+                while await reader.read(1000):
+                    pass
             writer.close()
         # One that has asked stays open for its answer, and for more.
         async with httpx.AsyncClient(base_url=url) as http:

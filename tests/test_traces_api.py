@@ -117,6 +117,8 @@ async def test_a_client_reports_what_was_heard(http: httpx.AsyncClient) -> None:
     assert turn["client"] == report
     assert turn["instants_ms"]["first_audio_played"] == 685.5
     assert (await http.post("/v1/traces/turn_99/playout", json=report)).status_code == 404
+    too_long = await http.post("/v1/traces/turn_3/playout", json={"gap_ms": "x" * 10_000})
+    assert too_long.status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,6 @@ async def test_a_client_reports_what_was_heard(http: httpx.AsyncClient) -> None:
         ({"gap_ms": 1e12}, "gap_ms"),
         ({"note": "x"}, "note"),
         ({"num_gaps": 1.5}, "num_gaps"),
-        ({"gap_ms": "x" * 10_000}, None),
         ([], None),
     ],
 )

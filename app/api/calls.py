@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from email import policy
-from email.parser import BytesParser
+from email.parser import BytesHeaderParser
 from typing import Any
 
 import pydantic_core
@@ -21,7 +21,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from app.api.calls_registry import CallsRegistry
-from app.api.http_errors import BodyTooLargeError, error_response
+from app.api.http_body import read_body
+from app.api.http_errors import error_response
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
 from app.api.realtime_names import OWN_NAME, is_beta
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024
 """Of a request: the offer (64 KiB at most) and the session's settings."""
 _RETRY_AFTER_S = 5.0
+_MAX_FIELDS = 16
+_MAX_FIELD_HEAD_BYTES = 4096
 
 
 class HttpError(ClientError):
@@ -219,14 +222,10 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
             "Send the offer as application/sdp, or as multipart/form-data with the fields 'sdp' "
             "and 'session'.",
         )
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLargeError(f"The request is too large: at most {MAX_BODY_BYTES} bytes.")
+    body = await read_body(request, MAX_BODY_BYTES)
     if name == "application/sdp":
-        return _text(bytes(body), "sdp"), {}
-    fields = _form_fields(kind, bytes(body))
+        return _text(body, "sdp"), {}
+    fields = _form_fields(kind, body)
     if "sdp" not in fields:
         raise ClientError(
             "Missing required parameter: 'sdp'.", code="missing_required_parameter", param="sdp"
@@ -236,15 +235,27 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
 
 
 def _form_fields(content_type: str, body: bytes) -> dict[str, bytes]:
-    """The fields of multipart/form-data (RFC 7578), which is a MIME message without its head."""
+    """The fields of multipart/form-data (RFC 7578); {} without a boundary. Raises ClientError.
+
+    Heads are read by the standard library, the body is not: a form of many parts takes it a second.
+    """
     head = f"content-type: {content_type}\r\n\r\n".encode("latin-1", "replace")
-    message = BytesParser(policy=policy.HTTP).parsebytes(head + body)
-    fields = {}
-    for part in message.iter_parts() if message.is_multipart() else ():
-        name = part.get_param("name", header="content-disposition")
-        payload = part.get_payload(decode=True)
-        if isinstance(name, str) and isinstance(payload, bytes):
-            fields[name] = payload
+    boundary = BytesHeaderParser(policy=policy.HTTP).parsebytes(head).get_boundary()
+    if boundary is None:
+        return {}
+    line = b"\r\n--" + boundary.encode("latin-1", "replace")
+    _, *parts = (b"\r\n" + body).split(line, _MAX_FIELDS + 2)
+    fields: dict[str, bytes] = {}
+    for part in parts:
+        if part.startswith(b"--"):  # the end
+            return fields
+        part_head, _, value = part.partition(b"\r\n\r\n")
+        if len(fields) == _MAX_FIELDS or len(part_head) > _MAX_FIELD_HEAD_BYTES:
+            raise ClientError("The form has too many or too large fields.", code="invalid_value")
+        about = BytesHeaderParser(policy=policy.HTTP).parsebytes(part_head.lstrip() + b"\r\n\r\n")
+        name = about.get_param("name", header="content-disposition")
+        if isinstance(name, str):
+            fields[name] = value
     return fields
 
 

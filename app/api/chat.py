@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api.chat_output import ChatOutput, Wire
 from app.api.chat_request import Chat, parse_chat
-from app.api.http_errors import BodyTimeoutError, BodyTooLargeError, error_body, error_response
+from app.api.http_body import read_body
+from app.api.http_errors import error_body, error_response
 from app.api.models import check_model
 from app.conversation.engines import TalkEngine
 from llm_core import (
@@ -35,7 +35,6 @@ from llm_core import (
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-_BODY_TIMEOUT_S = 30.0
 # Whoever speaks with us waits in silence; whoever reads can wait a little longer.
 _PRIORITY = -1
 _SSE_HEADERS = {
@@ -54,32 +53,12 @@ def chat_router(engine: TalkEngine) -> APIRouter:
     async def create(request: Request) -> Response:
         request.app.state.gatekeeper.check(request.headers)
         request.app.state.connections.check_open()
-        try:
-            body = await _read_body(request)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+        body = await read_body(request, MAX_BODY_BYTES)
         chat = parse_chat(body, engine.info.context_len)
         check_model(chat.model, engine)
         return _Answer(engine, chat)
 
     return router
-
-
-async def _read_body(request: Request) -> bytes:
-    too_large = BodyTooLargeError(f"The body may have at most {MAX_BODY_BYTES} bytes.")
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-    except TimeoutError as error:
-        raise BodyTimeoutError(f"The body did not arrive in {_BODY_TIMEOUT_S:g} s.") from error
-    return bytes(body)
 
 
 class _Answer(Response):

@@ -95,7 +95,7 @@ class ChatRequest(WireModel):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024)] = None
     response_format: ResponseFormat | None = None
     tools: Tools = None
     tool_choice: Annotated[str | None, BeforeValidator(_tool_choice)] = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 from fastapi import APIRouter, Request
 from pydantic import Field, ValidationError
 
-from app.api.http_errors import BodyTimeoutError, BodyTooLargeError
+from app.api.http_body import read_body
 from app.api.realtime_fields import WireModel, null_is, to_client_error
 from app.api.realtime_names import OWN_NAME, Names
 from app.api.realtime_session import SessionParams, SessionState, to_wire
@@ -18,7 +17,6 @@ from app.conversation.ids import new_id
 from app.errors import ClientError
 
 MAX_BODY_BYTES = 128 * 1024
-_BODY_TIMEOUT_S = 20.0
 
 
 class ExpiresAfter(WireModel):
@@ -59,23 +57,6 @@ def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> 
         return {"value": value, "expires_at": record.expires_at_s, "session": shown}
 
     return router
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request.
-
-    Raises ClientError as soon as it is longer than ``max_bytes``, or takes too long to come.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise BodyTooLargeError(f"The request's body is longer than {max_bytes} bytes.")
-    except TimeoutError as error:
-        raise BodyTimeoutError("The request's body does not come.") from error
-    return bytes(body)
 
 
 def _json(body: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from app.api.http_body import BodyTimeoutError, BodyTooLargeError, ClientGoneError
 from app.api.models import UnknownModelError
 from app.api.traces import TraceNotFoundError
 from app.auth import AuthenticationError, HostError, OriginError
@@ -27,18 +28,6 @@ from llm_core import (
 _RETRY_AFTER_S = 1
 
 
-class BodyTooLargeError(ClientError):
-    """The request's body is above the limit (HTTP 413)."""
-
-    code = "request_too_large"
-
-
-class BodyTimeoutError(ClientError):
-    """The request's body did not arrive in time (HTTP 408)."""
-
-    code = "request_timeout"
-
-
 _STATUS: dict[type[ParleyError], int] = {
     AuthenticationError: 401,
     OriginError: 403,
@@ -49,6 +38,7 @@ _STATUS: dict[type[ParleyError], int] = {
     HostError: 421,
     TooManySecretsError: 429,
     RateLimitedError: 429,
+    ClientGoneError: 499,
     UnavailableError: 503,
 }
 

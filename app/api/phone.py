@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import Response
 
 from app.api.calls_registry import CallsRegistry
+from app.api.http_body import read_body
 from app.api.http_errors import error_response
 from app.api.phone_auth import PhoneGuard, check_twilio, tokens_in
 from app.api.phone_call import Greeting, PhoneCall
@@ -176,8 +177,9 @@ def add_phone(app: FastAPI, desk: PhoneDesk, settings: Settings) -> None:
         if not settings.phone_twilio_auth_token:
             message = "Twilio's calls are taken once PARLEY_PHONE_TWILIO_AUTH_TOKEN is set."
             return error_response(ClientError(message, code="twilio_not_configured"), 501)
+        body = await read_body(request, MAX_FORM_BYTES)
         try:
-            params = await _form(request)
+            params = _form(body)
             url = _public_url(request, public_url)
             signature = request.headers.get("x-twilio-signature", "")
             check_twilio(settings.phone_twilio_auth_token, url, params, signature)
@@ -259,12 +261,7 @@ async def audiosocket(desk: PhoneDesk, settings: Settings) -> AsyncIterator[int 
         await server.wait_closed()
 
 
-async def _form(request: Request) -> dict[str, list[str]]:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_FORM_BYTES:
-            raise ClientError(f"The form is larger than {MAX_FORM_BYTES} bytes.")
+def _form(body: bytes) -> dict[str, list[str]]:
     try:
         return parse_qs(body.decode(), keep_blank_values=True, max_num_fields=500, errors="strict")
     except ValueError as error:

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.api.http_body import read_body
 from app.errors import ClientError
 from app.observe.canary import LANES
 from app.observe.query import TraceFilter, TraceQuery, period_ms
@@ -177,25 +178,12 @@ def traces_router(traces: TraceWriter) -> APIRouter:
 
     @router.post("/{turn_id}/playout")
     async def report_playout(turn_id: str, request: Request) -> dict[str, Any]:
-        report = _playout_report(await _small_body(request))
+        report = _playout_report(await read_body(request, _MAX_REPORT_BYTES))
         if not await asyncio.to_thread(_note, traces, turn_id, report):
             raise _not_found(turn_id)
         return {"object": "trace.playout", "turn_id": turn_id}
 
     return router
-
-
-async def _small_body(request: Request) -> bytes:
-    """Raises ClientError for a body that no report has."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_REPORT_BYTES:
-            raise ClientError(
-                f"The body is too long: a playout report has at most {_MAX_REPORT_BYTES} bytes.",
-                code="body_too_long",
-            )
-    return body
 
 
 def _playout_report(body: bytes) -> PlayoutReport:

@@ -114,6 +114,7 @@ class Output:
         self._may_send = asyncio.Event()  # cleared while the answer is held or catching up
         self._may_send.set()
         self._is_held = False
+        self._is_over = False
         self._unheard: deque[_Chunk] = deque()  # sent, and perhaps still in the player
         self._to_repeat: deque[_Chunk] = deque()  # sent, and then thrown away by the player
 
@@ -234,10 +235,13 @@ class Output:
 
     # --- held, because the caller may want to speak ---
 
-    def hold(self) -> None:
-        """Be silent at once. The player throws away what it has not played."""
+    def hold(self) -> bool:
+        """Be silent at once. The player throws away what it has not played. False when it is too
+        late: what is thrown away could not be sent again."""
+        if self._is_over or self._is_stopped:
+            return False
         if self._is_held:
-            return
+            return True
         self._is_held = True
         self._may_send.clear()
         heard = self.playout.hold(self._clock.now_ns())
@@ -247,6 +251,7 @@ class Output:
         for message in self._messages:
             sent = max(0, heard - message.start_sample)
             message.spoken.sent_samples = min(message.spoken.sent_samples, sent)
+        return True
 
     async def release(self) -> None:
         """Go on where it stopped, to the sample. Returns when that has caught up."""
@@ -293,6 +298,13 @@ class Output:
 
     # --- the end ---
 
+    async def finish(self) -> None:
+        """All was said. Returns when what is held has been sent after all; then the response may
+        end, and the answer cannot be held any more."""
+        while not self._may_send.is_set():  # it may be held again before we run
+            await self._may_send.wait()
+        self._is_over = True
+
     def stop(self) -> None:
         """No sample leaves after this call."""
         self._is_stopped = True
@@ -308,6 +320,8 @@ class Output:
 
         A failed answer is not taken back: the client plays what it has.
         """
+        self._is_over = True
+        self._to_repeat.clear()
         for message in self._messages:
             if not message.is_told:
                 message.item.status = "incomplete"

@@ -255,8 +255,8 @@ class Session:
                 await self._stop_response(action.reason)
             case floor.HoldResponse():
                 assert self._turn is not None, "an answer that sounds is running"
-                self._turn.hold()
-                await self._silence(may_go_on=True)
+                if self._turn.hold():
+                    await self._silence(may_go_on=True)
             case floor.ReleaseResponse():
                 if self._turn is not None:
                     self._tasks.start(self._turn.release())

@@ -99,15 +99,8 @@ class Turn:
         self._held_until_ns = 0
         self._num_samples = 0  # of speech made, sent or not
         self._has_words = False  # the answer has begun, fillers aside
-        self._output = Output(
-            response,
-            history,
-            sink,
-            clock,
-            config.output_format,
-            services.settings.playout_lead_ms,
-            self._note_audible,
-        )
+        given = (response, history, sink, clock, config.output_format)
+        self._output = Output(*given, services.settings.playout_lead_ms, self._note_audible)
         self._work: asyncio.Task[None] | None = None
         self._released = asyncio.Event()
         self._stop_reason: str | None = None
@@ -187,12 +180,14 @@ class Turn:
         """What was said so far."""
         return self._output.text
 
-    def hold(self) -> None:
-        """Silence now; the answer may go on where it stopped."""
+    def hold(self) -> bool:
+        """Silence now; the answer may go on where it stopped. False when its end is being told."""
+        if not self._output.hold():
+            return False
         self.trace.facts["holds"] = self.trace.facts.get("holds", 0) + 1
-        self._output.hold()
         self._held_until_ns = self._clock.now_ns() + int(_HOLD_S * 1e9)
         self._tell_deadline()
+        return True
 
     async def release(self) -> None:
         """Go on where the answer stopped. Returns when it has caught up."""
@@ -385,6 +380,7 @@ class Turn:
             await self._output.say(clause)
             clause = await clauses.get()
         await self._output.say_nothing()
+        await self._output.finish()
 
     async def _bridge(self, first: asyncio.Task[Clause | None]) -> Clause | None:
         """What is said when the budget is all but spent and there is no clause yet."""

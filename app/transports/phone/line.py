@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Messages that make no sense are passed over, up to so many.
 _MAX_ERRORS = 20
+# A line carries the caller's silence as well. One that carries nothing for so long is dead, and
+# nobody would tell: a TCP connection to a machine that is gone stays open.
+SILENT_LINE_S = 60.0
 
 
 class Wire(Protocol):
@@ -121,12 +124,16 @@ class PhoneLine:
     async def _read(self) -> None:
         try:
             while self._closed is None:
-                message = await self._wire.receive()
+                async with asyncio.timeout(SILENT_LINE_S):
+                    message = await self._wire.receive()
                 if self._pace is not None:
                     await self._pace(len(message))
                 self._take(message)
         except ChannelClosed as closed:
             self._fail(closed)
+        except TimeoutError:
+            logger.warning("nothing came over the phone line for %g s", SILENT_LINE_S)
+            self._fail(ChannelClosed(1001, f"nothing came for {SILENT_LINE_S:g} s"))
 
     def _take(self, message: Message) -> None:
         try:

@@ -1,0 +1,74 @@
+"""Prompts that are far too long are refused before time is spent on them: all streams wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from llm_core.errors import PromptTooLongError
+from llm_core.messages import ChatMessage, ToolCall, ToolSpec
+from llm_core.prompt import PromptBuilder
+
+MAX_CONTEXT = 2000
+
+
+class Counting:
+    """A tokenizer and a template at once; counts what was encoded."""
+
+    def __init__(self, chars_a_token: int) -> None:
+        self.chars_a_token = chars_a_token
+        self.num_chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_chars += len(text)
+        return [7] * (1 + len(text) // self.chars_a_token)
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        return [token for piece in pieces for token in self.encode(piece)]
+
+    def render(self, messages: Sequence[ChatMessage]) -> list[str]:
+        return [message.content for message in messages]
+
+
+def builder(counting: Counting) -> PromptBuilder:
+    return PromptBuilder(cast(Any, counting), cast(Any, counting), MAX_CONTEXT)
+
+
+def test_a_text_of_many_tokens_is_not_encoded_to_its_end() -> None:
+    counting = Counting(1)
+    with pytest.raises(PromptTooLongError, match="more than 2500 tokens"):
+        builder(counting).build([ChatMessage("user", "1" * 100_000)], reply_len=10)
+    assert counting.num_chars < 10_000
+
+
+def test_many_messages_are_added_up() -> None:
+    counting = Counting(2)
+    messages = [ChatMessage("user", "1" * 1000)] * 100
+    with pytest.raises(PromptTooLongError, match="more than 2500 tokens"):
+        builder(counting).build(messages, reply_len=10)
+    assert counting.num_chars < 10_000
+
+
+def test_a_long_text_of_few_tokens_is_read() -> None:
+    prompt = builder(Counting(60)).build([ChatMessage("user", " " * 100_000)], reply_len=10)
+    assert len(prompt.token_ids) == 1667
+
+
+@pytest.mark.parametrize("overflow", ["refuse", "drop_oldest"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChatMessage("user", "Hi", tools=(ToolSpec(name="f", parameters="1" * 200_000),)),
+        ChatMessage("user", "Hi", tools=(ToolSpec(name="f", description="1" * 200_000),)),
+        ChatMessage(
+            "assistant", "", tool_calls=(ToolCall(call_id="c", name="f", arguments="1" * 200_000),)
+        ),
+    ],
+)
+def test_tools_and_calls_are_part_of_the_prompt(message: ChatMessage, overflow: Any) -> None:
+    counting = Counting(1)
+    with pytest.raises(PromptTooLongError, match="200.* bytes; that cannot fit"):
+        builder(counting).build([message], reply_len=10, overflow=overflow)
+    assert counting.num_chars == 0
