@@ -65,7 +65,7 @@ async def test_15_digits_with_pauses_of_a_second_are_one_turn() -> None:
 async def test_15_a_name_in_two_breaths_is_answered_whole() -> None:
     heard = ["My name is John.", "My name is John Doe."]
     async with call(ScriptedEngine("Hello."), *heard, turn_detection=SEMANTIC) as c:
-        c.engine.end_logprob = -4.0
+        c.engine.end_logprob = -6.0
         await c.hear(voice(0.6) + silence(0.6))
         c.engine.end_logprob = -0.1
         await c.hear(voice(0.4) + silence(1.5))
