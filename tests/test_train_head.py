@@ -61,7 +61,9 @@ def test_a_head_is_trained_written_and_read(tiny: Path, tmp_path: Path, kind: He
     assert stages == {"talk", "features", "start"}
     assert report.num_answer_tokens > 500 and report.num_steps == len(seen) >= 1
     assert seen[-1].num_anchors == report.num_anchors > 0 and math.isfinite(seen[-1].loss)
-    assert all(1.0 <= length <= 5.0 for length in report.chain_lens)
+    # nan: none of the two held-out conversations was of that kind of temperature.
+    lengths = [length for length in report.chain_lens if not math.isnan(length)]
+    assert lengths and all(1.0 <= length <= 5.0 for length in lengths)
     with open_model(tiny) as opened:
         config, mark = opened.model.config, fingerprint(opened.model.config, opened.model.weights)
     head = read_head(tmp_path / "out", config, mark)

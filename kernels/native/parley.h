@@ -34,6 +34,9 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define PN_VNNI 1
 #define PN_DPBUSD _mm256_dpbusd_epi32
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define PN_AVX512 1
+#endif
 #elif defined(__AVXVNNI__)
 #define PN_VNNI 1
 #define PN_DPBUSD _mm256_dpbusd_avx_epi32
@@ -44,6 +47,11 @@
 #define PN_TILE 8
 #define PN_GROUP 32
 #define PN_ROW_BLOCK 16
+#ifdef PN_AVX512
+#define PN_ROWS_AT_ONCE 8 /* in a product; divides PN_ROW_BLOCK */
+#else
+#define PN_ROWS_AT_ONCE 4
+#endif
 #define PN_SEGMENT_FIELDS 5
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
@@ -333,6 +341,8 @@ int64_t pn_meta_floats(int num_rows, int num_groups);
 
 void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_rows,
                      int first_tile, int end_tile, const pn_epilogue *epilogue);
+void pn_two_tiles(const pn_matrix *m, int tile, const int8_t *q, const float *meta, int pitch,
+                  int num_rows, f8 sums[][2]);
 void pn_embed(const pn_model *model, int64_t token, float *out);
 PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
 
