@@ -129,15 +129,16 @@ class NativeHead:
             params = request.params
             for step, drawn in enumerate(request.fractions[: num_steps + 1]):
                 fractions[step * num_segments + i] = drawn
-            choices[i] = native.DraftChoice(
-                temperature=max(params.temperature, _LEAST_TEMPERATURE),
-                top_p=params.top_p,
-                min_p=params.min_p,
-                least_probability=request.shape.least_probability,
-                least_followed=request.shape.least_followed,
+            # In the order of the structure's fields: names would take as long as the rest.
+            choices[i] = (
+                max(params.temperature, _LEAST_TEMPERATURE),
+                params.top_p,
+                params.min_p,
+                request.shape.least_probability,
+                request.shape.least_followed,
                 # What is colder than that draws the likeliest.
-                top_k=1 if params.temperature < _LEAST_TEMPERATURE else params.top_k,
-                most_drafts=limits[i],
+                1 if params.temperature < _LEAST_TEMPERATURE else params.top_k,
+                limits[i],
             )
         tokens = array("q", [0]) * num_drafts  # [num_steps + 1][num_segments], as are fractions
         probabilities = array("f", [0.0]) * num_drafts
