@@ -41,8 +41,8 @@ class Learner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """``train_s`` seconds in all, those before a restart included: the learning rate falls with
-    time, along a cosine to zero. ``step_shares``: see ``unroll.unrolled``. ``is_bfloat16``: products
-    of a step are made in bfloat16; weights, sums and the optimiser stay in float32."""
+    time, along a cosine to zero. ``step_shares``: see ``unroll.unrolled``. ``is_bfloat16``:
+    products of a step are made in bfloat16; weights, sums and the optimiser stay in float32."""
 
     train_s: float
     batch_anchors: int = 512
