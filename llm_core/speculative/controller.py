@@ -28,6 +28,7 @@ _KNOWN = 4  # drafts after which their time is known
 _SMALL = 0.1  # of a step: what takes less is never an outlier
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
 _PLAIN, _DRAFTED, _OTHER = range(3)  # kinds of steps
+_SHAPE_STEPS = 8  # a shape is kept for so many: working it out takes a hundredth of a step
 _HOPED = 0.9  # of drafts are right at best: where even that gains nothing, none are tried
 
 
@@ -44,13 +45,28 @@ class AutoController:
         self._record = Record()
         self._kind = _PLAIN
         self._tokens = 1.0
+        self._shapes: dict[tuple[int, int], DraftShape | None] = {}  # by streams and rows
+        self._shape_steps = 0  # for which these were kept
 
     def shape(self, situation: Situation) -> DraftShape | None:
         self._kind = _PLAIN
         self._record = self._records.setdefault(_size_class(situation), Record())
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
-        if not self._could_pay(situation) or not self._record.wants_drafts(situation.num_streams):
+        if not self._record.wants_drafts(situation.num_streams):
+            return None
+        self._shape_steps += 1
+        if self._shape_steps > _SHAPE_STEPS:
+            self._shape_steps = 0
+            self._shapes.clear()
+        key = situation.num_streams, situation.num_rows
+        if key not in self._shapes:
+            self._shapes[key] = self._best_shape(situation)
+        return self._shapes[key]
+
+    def _best_shape(self, situation: Situation) -> DraftShape | None:
+        """By what is known now; None where no drafts can pay."""
+        if not self._could_pay(situation):
             return None
         rows, streams = situation.num_rows, situation.num_streams
         rate = self._rate(situation)
@@ -69,6 +85,8 @@ class AutoController:
 
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
         """The drafts that are worth their rows."""
+        if len(trees) == 1 and trees[0].is_chain:
+            return [trees[0].first(self._best_chain_len(trees[0], situation))]
         paths = [self._paths(tree) for tree in trees]
         drafts = sorted(
             (-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)
@@ -99,6 +117,29 @@ class AutoController:
             tree.subtree(sorted(chosen)) if chosen else EMPTY
             for tree, chosen in zip(trees, kept, strict=True)
         ]
+
+    def _best_chain_len(self, tree: DraftTree, situation: Situation) -> int:
+        """What ``choose`` finds for one chain, whose paths only get less likely: without sorting."""
+        rows, path, gained = situation.num_rows, 1.0, 0.0
+        plain_ns = self._cost.ns(rows)
+        gains, costs = [], []
+        for count, said in enumerate(tree.probabilities, 1):
+            path *= self._truth.corrected(said)
+            gained += path
+            gains.append(gained)
+            costs.append(self._cost.ns(rows + count))
+        rate = self._rate(situation)
+        if not self._record.drafted_ns.num_seen:  # nothing better is known than this step's best
+            rates = ((1 + gained) / ns for gained, ns in zip(gains, costs, strict=True))
+            rate = max([rate, *rates])
+        best, best_count, self._tokens = 0.0, 0, 1.0
+        for count, (gained, ns) in enumerate(zip(gains, costs, strict=True), 1):
+            worth = gained - rate * (ns - plain_ns)
+            if worth > best:
+                best, best_count, self._tokens = worth, count, 1 + gained
+        if best_count and self._kind == _PLAIN:
+            self._kind = _OTHER  # what a guide forces: neither with drafts nor without
+        return best_count
 
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
         self._kind = _DRAFTED

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LONGEST_MEMORY = 40  # steps; the newest then weighs one part of it
+_LONGEST_MEMORY = 64  # steps; the newest then weighs one part of it
 _TRIAL_MEMORY = 4  # what was learnt before a pause counts as no more steps than these
 _CLIP = 1.6  # a step that took more times what is usual counts as having taken these
 _LEAST_PLAIN = 4  # steps without drafts before any is drafted for, and between trials
@@ -16,6 +16,7 @@ _LEAST_PLAIN = 4  # steps without drafts before any is drafted for, and between 
 # four steps of 1.18 times plain decoding look like less than 1 every fourth time.
 _TRIAL_STEPS = 8
 _HOPELESS = 0.85  # less than that after half of a trial: it is over
+_LEAST_GAIN = 0.98  # a little less is more likely noise than a loss, and a pause costs more
 _PROBE_EVERY = 48  # steps with drafts; then one without
 _FIRST_PAUSE, _LONGEST_PAUSE = 48, 768
 
@@ -79,7 +80,7 @@ class Record:
         if self._left > 0 and not self._is_hopeless(num_streams):
             self._left -= 1
             return True
-        if self.gain(num_streams) < 1.0:
+        if self.gain(num_streams) < _LEAST_GAIN:
             self._left = 0
             self._paused, self._next_pause = (
                 self._next_pause,
