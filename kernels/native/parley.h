@@ -55,6 +55,7 @@
 #define PN_SEGMENT_FIELDS 5
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
+#define PN_MAX_SIBLINGS 4
 #define PN_MAXIMUM_LEN 64     /* logits of which the largest is noted */
 
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
@@ -301,10 +302,12 @@ typedef struct {
     float *out_states;        /* [num_outputs][hidden_size], likewise */
     int64_t *out_tokens;      /* [num_steps + 1][num_segments] the target's tokens */
     float *out_probabilities; /* likewise */
+    int64_t *out_siblings;    /* [num_steps + 1][num_segments][num_siblings] the next likeliest words */
+    float *out_sibling_probabilities; /* likewise */
     int32_t *out_lengths;     /* [num_segments] drafts that count */
     int32_t num_rows, num_outputs, num_segments, num_steps;
     float guess_reach; /* how far from a fraction draws are asked for the word to guess */
-    int32_t reserved;
+    int32_t num_siblings; /* 0 to PN_MAX_SIBLINGS, below the number of words */
 } pn_draft_batch;
 
 typedef struct {

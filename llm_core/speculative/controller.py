@@ -28,6 +28,7 @@ _KNOWN = 4  # drafts after which their time is known
 _SMALL = 0.1  # of a step: what takes less is never an outlier
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
 _PLAIN, _DRAFTED, _OTHER = range(3)  # kinds of steps
+_SIBLING_STREAMS = 4  # with more, other streams' first drafts are worth more than second words
 _SHAPE_STEPS = 8  # a shape is kept for so many: working it out takes a hundredth of a step
 _HOPED = 0.9  # of drafts are right at best: where even that gains nothing, none are tried
 
@@ -79,6 +80,7 @@ class AutoController:
             self._limits,
             max_depth=self._limits.max_depth if streams == 1 else self._best_depth(situation),
             width=self._limits.width if is_flat else 1,
+            siblings=self._limits.siblings if streams <= _SIBLING_STREAMS else 0,
             least_probability=max(self._limits.least_probability, min(0.9, 0.5 * least)),
             least_followed=max(self._limits.least_followed, self._truth.said_for(followed)),
         )
@@ -158,12 +160,18 @@ class AutoController:
             scale.add(1.2 * usual)
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        rows, depths = set(accepted), tree.depths
+        rows, depths, parents = set(accepted), tree.depths, set()
         for draft, parent in enumerate(tree.parents):
             if parent + 1 in rows:
                 is_right = draft + 1 in rows
                 said = tree.probabilities[draft]
-                self._truth.observe(said, is_right=is_right, depth=depths[draft])
+                self._truth.observe(
+                    said,
+                    is_right=is_right,
+                    depth=depths[draft],
+                    is_sibling=parent in parents,
+                )
+                parents.add(parent)
 
     def stepped(self, num_rows: int, duration_ns: int) -> None:
         self._cost.observe(num_rows, duration_ns)

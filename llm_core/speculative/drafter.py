@@ -25,7 +25,8 @@ class DraftShape:
 
     ``max_drafts`` tokens in all, ``max_depth`` one after another; ``width``: how many are followed
     at each depth (1: a chain). A draft is not worth its row when its path is less likely than
-    ``least_probability``; whoever has nothing better proposes nothing. What would follow a draft
+    ``least_probability``; ``siblings``: further words at each depth of a chain that are proposed but
+    not followed, by drafters that have them at hand; whoever has nothing better proposes nothing. What would follow a draft
     whose path is less likely than ``least_followed`` is not worth the time of drafting it.
     """
 
@@ -34,6 +35,7 @@ class DraftShape:
     width: int = 1
     least_probability: float = 0.0
     least_followed: float = 0.0
+    siblings: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,7 @@ class DraftTree:
         """The first ``count`` drafts; parents come before their children."""
         if count >= len(self):
             return self
-        return DraftTree(
-            self.token_ids[:count], self.parents[:count], self.probabilities[:count]
-        )
+        return DraftTree(self.token_ids[:count], self.parents[:count], self.probabilities[:count])
 
     @property
     def row_parents(self) -> tuple[int, ...]:
