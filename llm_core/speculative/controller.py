@@ -121,7 +121,7 @@ class AutoController:
         ]
 
     def _best_chain_len(self, tree: DraftTree, situation: Situation) -> int:
-        """What ``choose`` finds for one chain, whose paths only get less likely: without sorting."""
+        """What ``choose`` finds for one chain, whose paths only get less likely: no sorting."""
         rows, path, gained = situation.num_rows, 1.0, 0.0
         plain_ns = self._cost.ns(rows)
         gains, costs = [], []
