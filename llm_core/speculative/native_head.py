@@ -130,7 +130,7 @@ class NativeHead:
             for step, drawn in enumerate(request.fractions[: num_steps + 1]):
                 fractions[step * num_segments + i] = drawn
             # In the order of the structure's fields: names would take as long as the rest.
-            choices[i] = (
+            choices[i] = native.DraftChoice(
                 max(params.temperature, _LEAST_TEMPERATURE),
                 params.top_p,
                 params.min_p,
