@@ -49,6 +49,13 @@ def train_eagle(
         Path | None,
         typer.Option("--text", help="Text whose sentences' beginnings begin questions, too."),
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a head of the same model to begin with, its words included.",
+            file_okay=False,
+        ),
+    ] = None,
     threads: ThreadsOption = 2,
     seed: Annotated[int, typer.Option(help="Of text and order.", min=0)] = 0,
     home: HomeOption = None,
@@ -64,6 +71,7 @@ def train_eagle(
             train_s=60 * train_minutes,
             draft_vocab=draft_vocab,
             text=read_text(text),
+            start_dir=start,
             num_threads=threads,
             seed=seed,
         )

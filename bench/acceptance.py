@@ -45,6 +45,7 @@ SHAPES = {
     "chain 3": DraftShape(3, 3),
     "chain 4": DraftShape(4, 4),
     "siblings 2": DraftShape(2, 1, 2),
+    "chain 3 and 2": DraftShape(9, 3, siblings=2),
     "tree 4": DraftShape(4, 3, 4),
     "tree 8": DraftShape(8, 4, 4),
     "tree 16": DraftShape(16, 5, 6),

@@ -19,10 +19,13 @@ SHAPES = {
     "chain 3": DraftShape(3, 3),
     "chain 4": DraftShape(4, 4),
     "siblings 2": DraftShape(2, 1, 2),
+    "chain 2 and 1": DraftShape(4, 2, siblings=1),
+    "chain 3 and 1": DraftShape(6, 3, siblings=1),
+    "chain 3 and 2": DraftShape(7, 3, siblings=2),
     "tree 8": DraftShape(8, 4, 3),
     "tree 16": DraftShape(16, 5, 4),
 }
-AUTO = DraftShape(16, 5, 4)
+AUTO = DraftShape(16, 5, 4, siblings=2)
 
 Conversation = list[ChatMessage]
 

@@ -161,7 +161,8 @@ class TrainHeadOptions:
     the state of the training, so that a later run goes on from there. The model talks for
     ``talk_s`` seconds more; training takes ``train_s`` in all, those of earlier runs included, and
     begins again when those are used up. ``text``: its sentences' beginnings also begin what users
-    say. ``draft_vocab``: words that can be drafted (0: all)."""
+    say. ``draft_vocab``: words that can be drafted (0: all). ``start_dir``: a head whose weights
+    and words the training begins with; without one, a regression is the beginning."""
 
     model_path: Path
     out_dir: Path
@@ -171,6 +172,7 @@ class TrainHeadOptions:
     train_s: float = 2100.0
     draft_vocab: int = 3072
     text: str | None = None
+    start_dir: Path | None = None
     num_threads: int = 2
     seed: int = 0
 

@@ -20,6 +20,7 @@ from llm_core.loading.checkpoint import Checkpoint, read_json
 from llm_core.loading.hf_model import open_hf_model
 from llm_core.loading.model_weights import model_name, open_weights
 from llm_core.loading.safetensors import SafetensorsFile
+from llm_core.loading.safetensors_writer import write_safetensors
 from tests.hf_models import save_model
 
 DTYPES = (
@@ -437,3 +438,17 @@ def test_any_setting_of_any_value(copy: Path, sound: Path, data: Any) -> None:
             assert model.config.num_layers == 1
     except ModelLoadError as error:
         assert str(error)
+
+
+def test_a_mapped_tensor_is_the_file_s_and_cannot_change_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    values = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor([1, -2], dtype=torch.int8)}
+    write_safetensors(path, values | {"none": torch.empty(0, 3)})
+    before = path.read_bytes()
+    with SafetensorsFile(path) as file:
+        mapped = {name: file.mapped(name) for name in ("a", "b", "none")}
+    for name, value in values.items():
+        assert torch.equal(mapped[name], value)  # the file is closed: they stay valid
+    assert mapped["none"].shape == (0, 3)
+    mapped["a"][1] = 7.0
+    assert path.read_bytes() == before

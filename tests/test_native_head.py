@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -273,6 +274,43 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
             assert one.probabilities == pytest.approx(other.probabilities, rel=rel)
             num_drafts += len(one)
     assert num_drafts > 60
+
+
+def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
+    """The chain is the same with and without them and comes first; behind it, for each depth, the
+    likeliest words but the chain's."""
+    heads = Heads(library)
+    params = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9))
+    plain, wanted, features = [], [], []
+    for index, (length, siblings) in enumerate(((30, 3), (17, 1), (9, 0), (5, 2))):
+        tokens = heads.tokens(length + 1, index).tolist()
+        sequence = TokenSequence(index, tokens, max_len=100, arrival_ns=0)
+        sequence.block_ids.extend(range(4 * index, 4 * index + 3))
+        sequence.computed_len = length
+        fractions = (0.3, 0.6, 0.9) if index % 2 else ()
+        shape = DraftShape(20, 3)
+        plain.append(DraftRequest(sequence, shape, params[index % 2], fractions))
+        wanted.append(replace(plain[-1], shape=replace(shape, siblings=siblings)))
+        features.append(heads.features(length, index))
+    chains = drafts_of(heads.native, heads, plain, features)
+    trees = drafts_of(heads.native, heads, wanted, features)
+    ids = heads.native.target_ids.tolist()
+    for index, (chain, tree) in enumerate(zip(chains, trees, strict=True)):
+        tree.check()
+        count, depth = wanted[index].shape.siblings, len(chain)
+        assert len(tree) == depth * (1 + count) and tree.first(depth) == chain
+        length = len(features[index])
+        tokens = torch.tensor(plain[index].sequence.token_ids[1:])
+        table = tuple(plain[index].sequence.block_ids)
+        logits, _ = heads.run(tokens, features[index], Segment(table, 0, length))
+        expected = logits[-1].softmax(-1)
+        order = [
+            i for i in expected.argsort(descending=True).tolist() if ids[i] != chain.token_ids[0]
+        ]
+        assert tree.token_ids[depth : depth + count] == tuple(ids[i] for i in order[:count])
+        said = tree.probabilities[depth : depth + count]
+        assert said == pytest.approx([float(expected[i]) for i in order[:count]], rel=1e-3)
+        assert tree.parents[depth:] == tuple(d - 1 for d in range(depth) for _ in range(count))
 
 
 def test_what_is_outside_is_refused(library: Library) -> None:

@@ -84,6 +84,22 @@ def test_product_equals_the_oracle(
             close(packed.matrix.matmul(pool, x), packed.product(x), x)
 
 
+@pytest.mark.parametrize("has_zero", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_out", [8, 24, 48])  # a tile alone, a pair and one alone, pairs
+def test_a_row_does_not_depend_on_its_company(
+    library: Library, num_out: int, bits: int, has_zero: bool
+) -> None:
+    """To the last bit: one row, up to eight and more of them, and a last tile alone take different
+    forms of the product, and verified drafts must be what plain decoding says."""
+    packed = Packed(library, num_out, 160, bits, has_zero, seed=9)
+    x = torch.randn(33, 160, generator=torch.Generator().manual_seed(10))
+    pool = library.pool(1)
+    alone = torch.cat([packed.matrix.matmul(pool, row.unsqueeze(0)) for row in x])
+    for num_rows in ROW_COUNTS:
+        assert torch.equal(packed.matrix.matmul(pool, x[:num_rows]), alone[:num_rows]), num_rows
+
+
 def test_largest_sums_do_not_overflow(library: Library) -> None:
     """All codes and all activations at their ends."""
     for bits in (4, 8):

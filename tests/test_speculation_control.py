@@ -55,6 +55,18 @@ def test_cost_follows_the_load_for_all_rows_and_forgets_outliers() -> None:
     assert known.ns(1) < 1.15 * before
 
 
+def test_the_load_is_known_after_a_few_steps() -> None:
+    """Measured at the start while the machine was busy, everything seems to get faster: what was
+    compared meanwhile spoke for whichever kind of step came later."""
+    known = cost(CPU_MS)
+    for _ in range(4):
+        known.observe(1, 2.4 * MS)
+    assert known.ns(1) == pytest.approx(2.4 * MS, rel=0.02)
+    world = World({rows: 0.4 * ms for rows, ms in CPU_MS.items()}, 0.7, draft_ms=0.1)
+    rate = world.rate(controller(CPU_MS, 0.3), steps=120)
+    assert rate > 0.93 * max(world.rate(None, depth, steps=120) for depth in range(5))
+
+
 def test_a_boastful_drafter_is_believed_less() -> None:
     truth, rng = Truth(), random.Random(1)
     for _ in range(600):

@@ -93,6 +93,27 @@ static void gather(const pn_attention *call, int head, int first, int num, const
     }
 }
 
+/* Asks for the rows of keys and values of positions [first, first + num) ahead of their use: they
+ * lie in short pieces all over the pool, and each would be waited for at its beginning. */
+static void prefetch(const pn_attention *call, int first, int num) {
+    const pn_cache *cache = call->cache;
+    int size = cache->type == PN_F32 ? 4 : cache->type == PN_BF16 ? 2 : 1;
+    int64_t row_bytes = (int64_t)call->head_dim * size;
+    int block_size = cache->block_size, heads[] = {call->kv_head, call->num_kv_heads + call->kv_head};
+    for (int h = 0; h < 2; h++) {
+        int64_t base = ((int64_t)call->layer * 2 * call->num_kv_heads + heads[h]) *
+                       cache->num_positions;
+        for (int at = first; at < first + num;) {
+            int offset = at % block_size, count = smallest_of(block_size - offset, first + num - at);
+            int64_t place = base + (int64_t)call->block_ids[at / block_size] * block_size + offset;
+            const char *from = (const char *)cache->data + place * row_bytes;
+            for (int64_t byte = 0; byte < count * row_bytes; byte += 64)
+                __builtin_prefetch(from + byte);
+            at += count;
+        }
+    }
+}
+
 /* ---- products ---------------------------------------------------------------------------- */
 
 /* The sums of the lanes of four vectors, each in the order of f8_sum: a, c, b, d in lanes 0, 2, 4, 6. */
@@ -136,10 +157,89 @@ INLINE void score_tile(const float *queries, int num_queries, int head_dim, cons
     }
 }
 
+#ifdef PN_AVX512
+/* 16 numbers of a row, likewise. */
+INLINE __m512 load_16(const void *row, int d, int is_bf16) {
+    if (!is_bf16) return _mm512_loadu_ps((const float *)row + d);
+    __m256i halves = _mm256_loadu_si256((const __m256i *)((const uint16_t *)row + d));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+INLINE f8 both_halves(__m512 a) {
+    return (f8)_mm512_castps512_ps256(a) + (f8)_mm512_extractf32x8_ps(a, 1);
+}
+
+/* As score_tile where head_dim is a multiple of 16; that is asked of a model once, not of a row. */
+INLINE void score_tile_wide(const float *queries, int num_queries, int head_dim, const void **keys,
+                            float *scores, int is_bf16) {
+    __m512 sum[3][4];
+    for (int m = 0; m < num_queries; m++)
+        for (int j = 0; j < 4; j++) sum[m][j] = _mm512_setzero_ps();
+    for (int d = 0; d < head_dim; d += 16) {
+        __m512 key[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) key[j] = load_16(keys[j], d, is_bf16);
+#pragma GCC unroll 3
+        for (int m = 0; m < num_queries; m++) {
+            __m512 query = _mm512_loadu_ps(queries + m * head_dim + d);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sum[m][j] = _mm512_fmadd_ps(query, key[j], sum[m][j]);
+        }
+    }
+#pragma GCC unroll 3
+    for (int m = 0; m < num_queries; m++) {
+        f8 of_keys = sums_of_4(both_halves(sum[m][0]), both_halves(sum[m][1]),
+                               both_halves(sum[m][2]), both_halves(sum[m][3]));
+        float *to = scores + m * CHUNK;
+        to[0] = of_keys[0], to[1] = of_keys[4], to[2] = of_keys[2], to[3] = of_keys[6];
+    }
+}
+
+/* As add_values_tile, for 16 * width dims from `d` on; the order of the sums is the same. */
+INLINE void add_values_wide(const float *weights, int num_queries, const void **values,
+                            int num_values, int head_dim, float *sums, int is_bf16, int d,
+                            int width) {
+    __m512 sum[4][4];
+#pragma GCC unroll 4
+    for (int m = 0; m < num_queries; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++)
+            sum[m][v] = _mm512_loadu_ps(sums + m * head_dim + d + 16 * v);
+    for (int j = 0; j < num_values; j++) {
+        __m512 value[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) value[v] = load_16(values[j], d + 16 * v, is_bf16);
+#pragma GCC unroll 4
+        for (int m = 0; m < num_queries; m++) {
+            __m512 weight = _mm512_set1_ps(weights[m * CHUNK + j]);
+#pragma GCC unroll 4
+            for (int v = 0; v < width; v++)
+                sum[m][v] = _mm512_fmadd_ps(weight, value[v], sum[m][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < num_queries; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++)
+            _mm512_storeu_ps(sums + m * head_dim + d + 16 * v, sum[m][v]);
+}
+#endif
+
 INLINE void score_all(const float *queries, int num_queries, int head_dim, const void **keys,
                       int num_keys, float *scores, int is_bf16) {
     for (int j = 0; j < num_keys; j += 4) {
         int m = 0;
+#ifdef PN_AVX512
+        if (head_dim % 16 == 0) {
+            for (; m + 3 <= num_queries; m += 3)
+                score_tile_wide(queries + m * head_dim, 3, head_dim, keys + j,
+                                scores + m * CHUNK + j, is_bf16);
+            for (; m < num_queries; m++)
+                score_tile_wide(queries + m * head_dim, 1, head_dim, keys + j,
+                                scores + m * CHUNK + j, is_bf16);
+            continue;
+        }
+#endif
         for (; m + 3 <= num_queries; m += 3)
             score_tile(queries + m * head_dim, 3, head_dim, keys + j, scores + m * CHUNK + j,
                        is_bf16);
@@ -166,6 +266,12 @@ static void score(const float *queries, int num_queries, int head_dim, const voi
 INLINE void add_values_tile(const float *weights, int num_queries, const void **values,
                             int num_values, int head_dim, float *sums, int is_bf16) {
     int d = 0;
+#ifdef PN_AVX512
+    for (; d + 64 <= head_dim; d += 64)
+        add_values_wide(weights, num_queries, values, num_values, head_dim, sums, is_bf16, d, 4);
+    for (; d + 16 <= head_dim; d += 16)
+        add_values_wide(weights, num_queries, values, num_values, head_dim, sums, is_bf16, d, 1);
+#endif
     for (; d + 16 <= head_dim; d += 16) {
         f8 sum[4][2];
         for (int m = 0; m < num_queries; m++)
@@ -321,8 +427,11 @@ static void visit(attention_state *s, const pn_query_rows *rows, int start, int 
     int head_dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
     const void *keys[CHUNK], *values[CHUNK];
     int key_head = call->kv_head, value_head = call->num_kv_heads + call->kv_head;
+    if (start < end) prefetch(call, start, smallest_of(CHUNK, end - start));
     for (int first = start; first < end; first += CHUNK) {
         int num = smallest_of(CHUNK, end - first);
+        int next = first + CHUNK;
+        if (next < end) prefetch(call, next, smallest_of(CHUNK, end - next));
         gather(call, key_head, first, num, keys, s->key_space);
         gather(call, value_head, first, num, values, s->value_space);
         score(s->queries, s->num_queries, head_dim, keys, num, s->scores, s->is_bf16);

@@ -348,9 +348,9 @@ static int guess_word(const float *weights, int num, const pn_draft_choice *choi
 
 /* The likeliest word or, where `fraction` is not negative, the one that is likely to be drawn; and
  * how likely it is: of what is drawn, the geometric mean of its share and of what the head says.
- * `logits` become weights. */
+ * `logits` become weights, `all` their sum without the temperature. */
 static int choose_word(float *logits, int num_words, float fraction, float reach,
-                       const pn_draft_choice *choice, float *probability) {
+                       const pn_draft_choice *choice, float *probability, float *all) {
     int padded = num_words / PN_TILE * PN_TILE, word = 0;
     f8 most = f8_all(-INFINITY), total = f8_all(0);
     for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(logits + j));
@@ -370,6 +370,7 @@ static int choose_word(float *logits, int num_words, float fraction, float reach
         sum += fraction < 0 ? logits[j] : expf(logit);
     }
     sum += f8_sum(total);
+    *all = sum;
     if (fraction < 0) {
         *probability = logits[word] / sum;
         return word;
@@ -378,6 +379,19 @@ static int choose_word(float *logits, int num_words, float fraction, float reach
     word = guess_word(logits, num_words, choice, fraction, reach, &share);
     *probability = sqrtf(share * powf(logits[word], choice->temperature) / sum);
     return word;
+}
+
+/* The words of the largest weights but `chosen`, in falling order. */
+static void find_siblings(const float *weights, int num_words, int chosen, int count, int *words) {
+    float least[PN_MAX_SIBLINGS];
+    for (int i = 0; i < count; i++) least[i] = -1.0f, words[i] = 0;
+    for (int j = 0; j < num_words; j++) {
+        if (!(weights[j] > least[count - 1]) || j == chosen) continue;
+        int at = count - 1;
+        for (; at > 0 && weights[j] > least[at - 1]; at--)
+            least[at] = least[at - 1], words[at] = words[at - 1];
+        least[at] = weights[j], words[at] = j;
+    }
 }
 
 /* Whether a segment's chain goes on in a pass: all its drafts so far were worth it. */
@@ -399,15 +413,23 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     const pn_draft_choice *choice = &batch->choices[segment];
     int64_t at = (int64_t)p->pass * batch->num_segments + segment;
     if (!is_active(s, segment, p->pass)) return;
-    float probability, *logits = s->logits + (int64_t)segment * s->model->num_words;
+    float probability, sum, *logits = s->logits + (int64_t)segment * s->model->num_words;
     float fraction = batch->fractions[at];
     int word = choose_word(logits, s->model->num_words, fraction, batch->guess_reach, choice,
-                           &probability);
+                           &probability, &sum);
     s->products[segment] *= probability;
     if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
     s->chain_lengths[segment] = p->pass + 1;
     batch->out_tokens[at] = s->model->target_ids[word];
     batch->out_probabilities[at] = probability;
+    int siblings[PN_MAX_SIBLINGS], count = batch->num_siblings;
+    if (count > 0) find_siblings(logits, s->model->num_words, word, count, siblings);
+    for (int i = 0; i < count; i++) {
+        float weight = logits[siblings[i]];
+        if (fraction >= 0) weight = powf(weight, choice->temperature);
+        batch->out_siblings[at * count + i] = s->model->target_ids[siblings[i]];
+        batch->out_sibling_probabilities[at * count + i] = weight / sum;
+    }
     if (p->pass < batch->num_steps)
         rows_of(s, p->pass + 1)[segment].token = s->model->target_ids[word];
 }
@@ -586,6 +608,9 @@ static pn_result check(const pn_draft_model *m, const pn_cache *cache, const pn_
     if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
     if (batch->choices && batch->num_outputs != batch->num_segments) return PN_BAD_LOGIT_ROW;
     if (!batch->choices && batch->num_steps > 0) return PN_BAD_SEGMENT;
+    if (batch->num_siblings < 0 || batch->num_siblings > PN_MAX_SIBLINGS ||
+        batch->num_siblings >= m->num_words)
+        return PN_BAD_TREE;
     for (int i = 0; i < batch->num_rows; i++)
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->target->vocab_size)
             return PN_BAD_TOKEN;

@@ -474,20 +474,31 @@ static int list_phases(pn_session *s) {
     return count;
 }
 
+/* Rows of a segment that one attention task takes; two at least, since each reads all keys. */
+static int rows_of_block(int length, int parts, int most) {
+    return smallest_of(largest_of((length + parts - 1) / parts, 2), most);
+}
+
 /* Where rows lie in the pool, and the attention tasks. 0 without memory. */
 static int place_rows(pn_session *s) {
     const pn_batch *batch = s->batch;
-    int rows_a_block = pn_attention_rows(s->model->num_heads / s->model->num_kv_heads);
+    int most_rows = pn_attention_rows(s->model->num_heads / s->model->num_kv_heads);
     int num_blocks = 0, block_size = s->cache->block_size;
-    for (int i = 0; i < batch->num_segments; i++)
-        num_blocks += (batch->segments[PN_SEGMENT_FIELDS * i + 1] + rows_a_block - 1) / rows_a_block;
+    /* Few sequences with several rows each: enough tasks that no thread waits for another. */
+    int tasks = batch->num_segments * s->model->num_kv_heads, threads = pn_pool_threads(s->pool);
+    int parts = threads == 1 ? 1 : (2 * threads + tasks - 1) / tasks;
+    for (int i = 0; i < batch->num_segments; i++) {
+        int length = batch->segments[PN_SEGMENT_FIELDS * i + 1];
+        int rows = rows_of_block(length, parts, most_rows);
+        num_blocks += (length + rows - 1) / rows;
+    }
     if (!reserve_blocks(s, num_blocks)) return 0;
     s->num_blocks = 0;
     int row = 0;
     for (int i = 0; i < batch->num_segments; i++) {
         const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
         const int32_t *ids = batch->block_ids + segment[2];
-        int first = row;
+        int first = row, rows_a_block = rows_of_block(segment[1], parts, most_rows);
         for (int j = 0; j < segment[1]; j += rows_a_block) {
             int rows = smallest_of(rows_a_block, segment[1] - j);
             s->blocks[s->num_blocks++] = (query_block){i, row + j, rows, j};

@@ -19,6 +19,7 @@ TILE = 8  # outputs that lie side by side
 SPIN_US = 60
 
 MAX_TREE_ROWS = 256  # rows of one tree segment
+MAX_SIBLINGS = 4  # of a draft of a chain
 MAXIMUM_LEN = 64  # logits of which the largest is noted
 
 F32, BF16, INT8, F16 = range(4)
@@ -134,10 +135,11 @@ class DraftBatch(Structure):
         *((n, c_void_p) for n in ("parents", "block_ids")),
         ("choices", POINTER(DraftChoice)),
         *((n, c_void_p) for n in ("fractions", "logits", "out_states", "out_tokens")),
-        *((n, c_void_p) for n in ("out_probabilities", "out_lengths")),
+        *((n, c_void_p) for n in ("out_probabilities", "out_siblings")),
+        *((n, c_void_p) for n in ("out_sibling_probabilities", "out_lengths")),
         *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
         ("guess_reach", c_float),
-        ("reserved", c_int32),
+        ("num_siblings", c_int32),
     )
 
 

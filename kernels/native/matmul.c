@@ -226,14 +226,24 @@ static void single_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, c
     FOR_ROWS(CALL_8BIT, 0)
 }
 
-/* sums[r][t] of up to 4 rows of block `block` from row `row` on, and of one or two tiles; with 4
- * bits two tiles begin with an even one, and one alone is the last. */
+/* sums[r][t] of up to PN_ROWS_AT_ONCE rows of block `block` from row `row` on, and of one or two
+ * tiles; two tiles begin with an even one, and one alone is the last. */
 static void multiply_tiles(const pn_matrix *m, int tile, int num_tiles, const pn_activations *x,
-                           int64_t block, int row, int num_rows, f8 sums[4][2]) {
+                           int64_t block, int row, int num_rows, f8 sums[][2]) {
     const uint8_t *w = pn_first_record(m, tile);
     int64_t record = block * m->num_groups * x->pitch + row;
     const int8_t *q = x->codes + record * PN_GROUP;
     const float *meta = x->meta + record * 4;
+#ifdef PN_AVX512
+    if (num_tiles == 2) {
+        pn_two_tiles(m, tile, q, meta, x->pitch, num_rows, sums);
+        return;
+    }
+    if (num_rows > 4) { /* the last tile alone, which is rare: the narrow form takes 4 rows */
+        multiply_tiles(m, tile, 1, x, block, row + 4, num_rows - 4, sums + 4);
+        num_rows = 4;
+    }
+#endif
     f8 flat[8];
     if (m->bits == 4 && num_tiles == 2) {
         pair_4bit(m, w, q, meta, x->pitch, num_rows, flat);
@@ -279,13 +289,13 @@ INLINE f8 scaled(const pn_matrix *m, f8 sum, int tile) {
  * up; and what is stored is activation(gate) * up, num_out outputs in all. */
 void pn_matmul_tiles(const pn_matrix *m, const pn_activations *x, int num_rows, int first_tile,
                      int end_tile, const pn_epilogue *e) {
-    f8 sums[4][2];
+    f8 sums[PN_ROWS_AT_ONCE][2];
     for (int start = 0; start < num_rows; start += PN_ROW_BLOCK) {
         int end = num_rows - start < PN_ROW_BLOCK ? num_rows : start + PN_ROW_BLOCK;
         for (int tile = first_tile; tile < end_tile; tile += 2) {
             int num_tiles = end_tile - tile < 2 ? 1 : 2;
-            for (int row = start; row < end; row += 4) {
-                int rows = end - row < 4 ? end - row : 4;
+            for (int row = start; row < end; row += PN_ROWS_AT_ONCE) {
+                int rows = smallest_of(end - row, PN_ROWS_AT_ONCE);
                 multiply_tiles(m, tile, num_tiles, x, start / PN_ROW_BLOCK, row - start, rows,
                                sums);
                 for (int r = 0; r < rows; r++) {

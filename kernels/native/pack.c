@@ -107,7 +107,9 @@ PN_EXPORT int64_t pn_layout(int index) {
 
 /* What the products were compiled for. */
 PN_EXPORT const char *pn_instructions(void) {
-#if defined(PN_VNNI)
+#if defined(PN_AVX512)
+    return "AVX512 with VNNI";
+#elif defined(PN_VNNI)
     return "AVX2 with VNNI";
 #elif defined(PN_AVX2)
     return "AVX2";

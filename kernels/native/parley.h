@@ -34,6 +34,9 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define PN_VNNI 1
 #define PN_DPBUSD _mm256_dpbusd_epi32
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define PN_AVX512 1
+#endif
 #elif defined(__AVXVNNI__)
 #define PN_VNNI 1
 #define PN_DPBUSD _mm256_dpbusd_avx_epi32
@@ -44,9 +47,15 @@
 #define PN_TILE 8
 #define PN_GROUP 32
 #define PN_ROW_BLOCK 16
+#ifdef PN_AVX512
+#define PN_ROWS_AT_ONCE 8 /* in a product; divides PN_ROW_BLOCK */
+#else
+#define PN_ROWS_AT_ONCE 4
+#endif
 #define PN_SEGMENT_FIELDS 5
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
+#define PN_MAX_SIBLINGS 4
 #define PN_MAXIMUM_LEN 64     /* logits of which the largest is noted */
 
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
@@ -293,10 +302,12 @@ typedef struct {
     float *out_states;        /* [num_outputs][hidden_size], likewise */
     int64_t *out_tokens;      /* [num_steps + 1][num_segments] the target's tokens */
     float *out_probabilities; /* likewise */
+    int64_t *out_siblings;    /* [num_steps + 1][num_segments][num_siblings] the next likeliest words */
+    float *out_sibling_probabilities; /* likewise */
     int32_t *out_lengths;     /* [num_segments] drafts that count */
     int32_t num_rows, num_outputs, num_segments, num_steps;
     float guess_reach; /* how far from a fraction draws are asked for the word to guess */
-    int32_t reserved;
+    int32_t num_siblings; /* 0 to PN_MAX_SIBLINGS, below the number of words */
 } pn_draft_batch;
 
 typedef struct {
@@ -333,6 +344,8 @@ int64_t pn_meta_floats(int num_rows, int num_groups);
 
 void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_rows,
                      int first_tile, int end_tile, const pn_epilogue *epilogue);
+void pn_two_tiles(const pn_matrix *m, int tile, const int8_t *q, const float *meta, int pitch,
+                  int num_rows, f8 sums[][2]);
 void pn_embed(const pn_model *model, int64_t token, float *out);
 PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
 

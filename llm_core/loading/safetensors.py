@@ -85,6 +85,21 @@ class SafetensorsFile:
             .view(entry.shape)
         )
 
+    def mapped(self, name: str) -> torch.Tensor:
+        """Tensor ``name``, which must be in ``tensors``, in the file's own pages: they come when
+        they are read, and the system takes them back as it needs memory. Writing changes a copy.
+
+        Only for files that nobody shortens meanwhile: what is missing then ends the process. One
+        whose data is not aligned is copied.
+        """
+        entry = self.tensors[name]
+        if entry.start % entry.dtype.itemsize != 0 or entry.start == entry.end:
+            return self.read(name)
+        pages = torch.from_file(
+            str(self.path), shared=False, size=len(self._file), dtype=torch.uint8
+        )
+        return pages[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+
     def _header(self) -> dict[str, Any]:
         size = len(self._file)
         if size < _LENGTH_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from llm_core.errors import ModelLoadError
@@ -30,6 +31,8 @@ from llm_core.speculative.medusa_drafter import MedusaDrafter
 from llm_core.speculative.native_head import NativeHead, unsupported_head_reason
 from llm_core.speculative.ngram import NgramDrafter
 from llm_core.speculative.row_cost import DraftCost, RowCost
+
+_SIBLINGS = 2  # at each depth of a chain: they take no time of the head's, only rows
 
 logger = logging.getLogger("llm_core.speculation")
 
@@ -88,6 +91,7 @@ def make_controller(
     )
     if config.draft_control == "fixed":
         return FixedController(shape)
+    shape = replace(shape, siblings=_SIBLINGS)
     draft_ns = {1: 1.0} if drafter is None else measure_draft_costs(drafter, runner)
     return AutoController(shape, RowCost(measure_row_costs(runner)), DraftCost(draft_ns))
 

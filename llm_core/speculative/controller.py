@@ -28,6 +28,8 @@ _KNOWN = 4  # drafts after which their time is known
 _SMALL = 0.1  # of a step: what takes less is never an outlier
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
 _PLAIN, _DRAFTED, _OTHER = range(3)  # kinds of steps
+_SIBLING_STREAMS = 4  # with more, other streams' first drafts are worth more than second words
+_SHAPE_STEPS = 8  # a shape is kept for so many: working it out takes a hundredth of a step
 _HOPED = 0.9  # of drafts are right at best: where even that gains nothing, none are tried
 
 
@@ -44,13 +46,28 @@ class AutoController:
         self._record = Record()
         self._kind = _PLAIN
         self._tokens = 1.0
+        self._shapes: dict[tuple[int, int], DraftShape | None] = {}  # by streams and rows
+        self._shape_steps = 0  # for which these were kept
 
     def shape(self, situation: Situation) -> DraftShape | None:
         self._kind = _PLAIN
         self._record = self._records.setdefault(_size_class(situation), Record())
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
-        if not self._could_pay(situation) or not self._record.wants_drafts(situation.num_streams):
+        if not self._record.wants_drafts(situation.num_streams):
+            return None
+        self._shape_steps += 1
+        if self._shape_steps > _SHAPE_STEPS:
+            self._shape_steps = 0
+            self._shapes.clear()
+        key = situation.num_streams, situation.num_rows
+        if key not in self._shapes:
+            self._shapes[key] = self._best_shape(situation)
+        return self._shapes[key]
+
+    def _best_shape(self, situation: Situation) -> DraftShape | None:
+        """By what is known now; None where no drafts can pay."""
+        if not self._could_pay(situation):
             return None
         rows, streams = situation.num_rows, situation.num_streams
         rate = self._rate(situation)
@@ -63,12 +80,15 @@ class AutoController:
             self._limits,
             max_depth=self._limits.max_depth if streams == 1 else self._best_depth(situation),
             width=self._limits.width if is_flat else 1,
+            siblings=self._limits.siblings if streams <= _SIBLING_STREAMS else 0,
             least_probability=max(self._limits.least_probability, min(0.9, 0.5 * least)),
             least_followed=max(self._limits.least_followed, self._truth.said_for(followed)),
         )
 
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
         """The drafts that are worth their rows."""
+        if len(trees) == 1 and trees[0].is_chain:
+            return [trees[0].first(self._best_chain_len(trees[0], situation))]
         paths = [self._paths(tree) for tree in trees]
         drafts = sorted(
             (-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)
@@ -100,6 +120,29 @@ class AutoController:
             for tree, chosen in zip(trees, kept, strict=True)
         ]
 
+    def _best_chain_len(self, tree: DraftTree, situation: Situation) -> int:
+        """What ``choose`` finds for one chain, whose paths only get less likely: no sorting."""
+        rows, path, gained = situation.num_rows, 1.0, 0.0
+        plain_ns = self._cost.ns(rows)
+        gains, costs = [], []
+        for count, said in enumerate(tree.probabilities, 1):
+            path *= self._truth.corrected(said)
+            gained += path
+            gains.append(gained)
+            costs.append(self._cost.ns(rows + count))
+        rate = self._rate(situation)
+        if not self._record.drafted_ns.num_seen:  # nothing better is known than this step's best
+            rates = ((1 + gained) / ns for gained, ns in zip(gains, costs, strict=True))
+            rate = max([rate, *rates])
+        best, best_count, self._tokens = 0.0, 0, 1.0
+        for count, (gained, ns) in enumerate(zip(gains, costs, strict=True), 1):
+            worth = gained - rate * (ns - plain_ns)
+            if worth > best:
+                best, best_count, self._tokens = worth, count, 1 + gained
+        if best_count and self._kind == _PLAIN:
+            self._kind = _OTHER  # what a guide forces: neither with drafts nor without
+        return best_count
+
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
         self._kind = _DRAFTED
         depth = max(1, max((max(tree.depths, default=0) for tree in trees), default=0))
@@ -117,12 +160,18 @@ class AutoController:
             scale.add(1.2 * usual)
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        rows, depths = set(accepted), tree.depths
+        rows, depths, parents = set(accepted), tree.depths, set()
         for draft, parent in enumerate(tree.parents):
             if parent + 1 in rows:
                 is_right = draft + 1 in rows
                 said = tree.probabilities[draft]
-                self._truth.observe(said, is_right=is_right, depth=depths[draft])
+                self._truth.observe(
+                    said,
+                    is_right=is_right,
+                    depth=depths[draft],
+                    is_sibling=parent in parents,
+                )
+                parents.add(parent)
 
     def stepped(self, num_rows: int, duration_ns: int) -> None:
         self._cost.observe(num_rows, duration_ns)

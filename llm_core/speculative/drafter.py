@@ -24,9 +24,11 @@ class DraftShape:
     """How far a drafter goes for one sequence.
 
     ``max_drafts`` tokens in all, ``max_depth`` one after another; ``width``: how many are followed
-    at each depth (1: a chain). A draft is not worth its row when its path is less likely than
-    ``least_probability``; whoever has nothing better proposes nothing. What would follow a draft
-    whose path is less likely than ``least_followed`` is not worth the time of drafting it.
+    at each depth (1: a chain). ``siblings``: further words at each depth of a chain that are
+    proposed but not followed, by drafters that have them at hand. A draft is not worth its row when
+    its path is less likely than ``least_probability``; whoever has nothing better proposes nothing.
+    What would follow a draft whose path is less likely than ``least_followed`` is not worth the
+    time of drafting it.
     """
 
     max_drafts: int
@@ -34,6 +36,7 @@ class DraftShape:
     width: int = 1
     least_probability: float = 0.0
     least_followed: float = 0.0
+    siblings: int = 0
 
 
 @dataclass(frozen=True, slots=True)

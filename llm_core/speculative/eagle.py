@@ -1,7 +1,8 @@
 """EAGLE heads in torch: the reference, what runs where no compiled head can, and what is trained.
 
 ``head_config`` has the formulas. Queries and keys are kept in RoPE's order of pairs; files have
-them in the published order of halves. The pieces work on float32 rows and let gradients through.
+them in the published order of halves. The pieces work on float32 rows and let gradients through;
+products may be made in bfloat16 (autocast, in training), everything between them is float32.
 """
 
 from __future__ import annotations
@@ -205,13 +206,13 @@ class EagleHead:
             features = functional.rms_norm(
                 taps, (self.config.hidden_size,), eps=self.config.rms_eps
             ).flatten(-2)
-        return functional.linear(features, self.weights["fc.weight"])
+        return functional.linear(features, self.weights["fc.weight"]).float()
 
     def hidden_of_output(self, output: torch.Tensor) -> torch.Tensor:
         """The head's own output [T, H] in the place of features -> [T, H]."""
         if not self.config.has_hidden_proj:
             return output
-        return functional.linear(output, self.weights["hidden_proj.weight"])
+        return functional.linear(output, self.weights["hidden_proj.weight"]).float()
 
     def entered(
         self, hidden: torch.Tensor, embedded: torch.Tensor
@@ -219,7 +220,8 @@ class EagleHead:
         """The residual stream [T, H], and what queries, keys and values are computed from."""
         if not self._is_eagle3:
             joined = torch.cat([embedded, hidden], -1)
-            hidden = functional.linear(joined, self.weights["fc.weight"], self.weights["fc.bias"])
+            weight, bias = self.weights["fc.weight"], self.weights["fc.bias"]
+            hidden = functional.linear(joined, weight, bias).float()
             return hidden, hidden
         if self.config.has_embedding_proj:
             hidden = hidden + functional.linear(embedded, self.weights["embedding_proj.weight"])
@@ -254,7 +256,7 @@ class EagleHead:
         """[T, H] -> [T, draft_vocab_size]."""
         if self._is_eagle3:
             output = self._norm("norm", output)
-        return functional.linear(output, self.words)
+        return functional.linear(output, self.words).float()
 
     def forward(self, batch: HeadBatch, cache: KvCache) -> HeadResult:
         """Writes the rows' keys and values. Called under inference mode."""
@@ -284,7 +286,7 @@ class EagleHead:
         return HeadResult(self.word_logits(output), output)
 
     def _heads(self, name: str, x: torch.Tensor, rotations: torch.Tensor | None) -> torch.Tensor:
-        values = functional.linear(x, self.weights[f"{_ATTENTION}{name}.weight"])
+        values = functional.linear(x, self.weights[f"{_ATTENTION}{name}.weight"]).float()
         num_heads = values.shape[-1] // self.config.head_dim
         heads = values.view(len(values), num_heads, self.config.head_dim)
         if rotations is None:

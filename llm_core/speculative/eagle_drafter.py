@@ -28,6 +28,7 @@ from llm_core.speculative.tree import EMPTY, DraftTree
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
 _MAX_WAITING = 4096  # features of so many rows are kept for a sequence that is not drafted for
 _MAX_HOLE = 2  # positions that were computed for another continuation are taken as they are
+_KEPT_SHARE = 8  # features are kept as they are if they are such a part of their memory
 _SCRATCH_ROWS = 64  # rows of a tree that is followed, for each sequence
 
 # Rows of one sequence: their segment, features, and the tokens after them.
@@ -120,6 +121,7 @@ class EagleDrafter:
         self.name = name
         self.feature_layers = head.feature_layers
         self._head = head
+        self._drafts_chains = isinstance(head, ChainHead)  # asking a protocol takes a while
         self._block_size = block_size
         self._num_scratch = -(-_SCRATCH_ROWS // block_size)
         self._first_scratch = num_blocks
@@ -174,19 +176,20 @@ class EagleDrafter:
     def _drafted(
         self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]
     ) -> list[DraftTree]:
-        parts, last_rows = self._waiting_parts(requests, readings)
-        places = [
-            self._place(index, request.sequence, reading)
+        tables = [
+            self._table(index, request.sequence, reading)
             for index, (request, reading) in enumerate(zip(requests, readings, strict=True))
         ]
+        parts, last_rows = self._waiting_parts(requests, readings, tables)
         head = self._head
-        if isinstance(head, ChainHead) and all(r.shape.width == 1 for r in requests):
-            parts = [
-                (Segment(place.block_ids, segment.start, segment.length), features, tokens)
-                for (segment, features, tokens), place in zip(parts, places, strict=True)
-            ]
+        if self._drafts_chains and all(r.shape.width == 1 for r in requests):
+            assert isinstance(head, ChainHead)
             return head.draft_chains(self._batch(parts, last_rows), self._cache, requests)
         result = head.forward(self._batch(parts, last_rows), self._cache)
+        places = [
+            DraftPlace(table, segment.end, len(table) * self._block_size - segment.end)
+            for table, (segment, _, _) in zip(tables, parts, strict=True)
+        ]
         grower = Grower(requests, result, places, self._target_ids)
         while (batch := grower.next_batch()) is not None:
             grower.take(head.forward(batch, self._cache))
@@ -207,8 +210,10 @@ class EagleDrafter:
         self._filled.cut(sequence.block_ids, row.start, end)
         skip = max(0, reading.base - row.start)
         if skip < row.length:
-            # A view would keep the whole step's features alive.
-            reading.add(features[skip:].clone())
+            rows = features[skip:] if skip else features
+            # A view would keep the whole step's features alive; a few rows more do no harm.
+            is_most = rows.numel() * _KEPT_SHARE >= rows.untyped_storage().nbytes() // 4
+            reading.add(rows if is_most else rows.clone())
         if not sequence.generates or reading.num_waiting > _MAX_WAITING:
             self._read_all(sequence, reading)
 
@@ -229,25 +234,36 @@ class EagleDrafter:
                 count -= length
 
     def _waiting_parts(
-        self, requests: Sequence[DraftRequest], readings: Sequence[_Reading]
+        self,
+        requests: Sequence[DraftRequest],
+        readings: Sequence[_Reading],
+        tables: Sequence[tuple[int, ...]],
     ) -> tuple[list[_Part], torch.Tensor]:
         """What waits, and which rows are each sequence's last: there drafts begin."""
         parts: list[_Part] = []
         last_rows: list[int] = []
         num_rows = 0
-        for request, reading in zip(requests, readings, strict=True):
+        for request, reading, table in zip(requests, readings, tables, strict=True):
             while reading.num_waiting > _LARGEST_CHUNK:
                 part = self._segment(request.sequence, reading, _LARGEST_CHUNK)
                 self._forward([part], torch.arange(0))
-            parts.append(self._segment(request.sequence, reading, reading.num_waiting))
+            parts.append(self._segment(request.sequence, reading, reading.num_waiting, table))
             num_rows += parts[-1][0].length
             last_rows.append(num_rows - 1)
         return parts, torch.from_numpy(np.array(last_rows, dtype=np.int64))
 
-    def _segment(self, sequence: TokenSequence, reading: _Reading, length: int) -> _Part:
-        """The first ``length`` waiting rows as a segment, their features, the tokens after them."""
+    def _segment(
+        self,
+        sequence: TokenSequence,
+        reading: _Reading,
+        length: int,
+        table: tuple[int, ...] | None = None,
+    ) -> _Part:
+        """The first ``length`` waiting rows as a segment (in the blocks ``table``, if they are not
+        just the sequence's), their features, the tokens after them."""
         start, end = reading.done, reading.done + length
-        table = tuple(sequence.block_ids[reading.base // self._block_size :])
+        if table is None:
+            table = tuple(sequence.block_ids[reading.base // self._block_size :])
         self._filled.fill(sequence.block_ids, start, end)
         segment = Segment(table, start - reading.base, length)
         return segment, reading.take(length), sequence.token_ids[start + 1 : end + 1]
@@ -267,12 +283,10 @@ class EagleDrafter:
             output_rows=output_rows,
         )
 
-    def _place(self, index: int, sequence: TokenSequence, reading: _Reading) -> DraftPlace:
+    def _table(self, index: int, sequence: TokenSequence, reading: _Reading) -> tuple[int, ...]:
         """Blocks of a sequence as far as its tokens reach, and then some of nobody's: what is
         followed there is over before the target's step."""
         size = self._block_size
         own = sequence.block_ids[reading.base // size : -(-len(sequence.token_ids) // size)]
         first = self._first_scratch + index * self._num_scratch
-        table = (*own, *range(first, first + self._num_scratch))
-        start = reading.done - reading.base
-        return DraftPlace(table, start, len(table) * size - start)
+        return (*own, *range(first, first + self._num_scratch))

@@ -50,7 +50,7 @@ class MedusaHeads:
 
     def word_logits(self, output: torch.Tensor) -> torch.Tensor:
         """A head's ``output`` [T, H] -> [T, draft_vocab_size]."""
-        return functional.linear(output, self.words)
+        return functional.linear(output, self.words).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [T, H] -> [T, num_medusa_heads, draft_vocab_size]: head k's of what

@@ -129,19 +129,24 @@ class NativeHead:
             params = request.params
             for step, drawn in enumerate(request.fractions[: num_steps + 1]):
                 fractions[step * num_segments + i] = drawn
+            # In the order of the structure's fields: names would take as long as the rest.
             choices[i] = native.DraftChoice(
-                temperature=max(params.temperature, _LEAST_TEMPERATURE),
-                top_p=params.top_p,
-                min_p=params.min_p,
-                least_probability=request.shape.least_probability,
-                least_followed=request.shape.least_followed,
+                max(params.temperature, _LEAST_TEMPERATURE),
+                params.top_p,
+                params.min_p,
+                request.shape.least_probability,
+                request.shape.least_followed,
                 # What is colder than that draws the likeliest.
-                top_k=1 if params.temperature < _LEAST_TEMPERATURE else params.top_k,
-                most_drafts=limits[i],
+                1 if params.temperature < _LEAST_TEMPERATURE else params.top_k,
+                limits[i],
             )
         tokens = array("q", [0]) * num_drafts  # [num_steps + 1][num_segments], as are fractions
         probabilities = array("f", [0.0]) * num_drafts
         lengths = array("i", [0]) * num_segments
+        most = min(native.MAX_SIBLINGS, self.config.draft_vocab_size - 1)
+        num_siblings = min(most, max(r.shape.siblings for r in requests))
+        siblings = array("q", [0]) * (num_drafts * num_siblings)
+        sibling_probabilities = array("f", [0.0]) * (num_drafts * num_siblings)
         self._run(
             batch,
             cache,
@@ -150,14 +155,26 @@ class NativeHead:
             fractions=fractions.buffer_info()[0],
             out_tokens=tokens.buffer_info()[0],
             out_probabilities=probabilities.buffer_info()[0],
+            out_siblings=siblings.buffer_info()[0],
+            out_sibling_probabilities=sibling_probabilities.buffer_info()[0],
+            num_siblings=num_siblings,
             out_lengths=lengths.buffer_info()[0],
             num_steps=num_steps,
             guess_reach=GUESS_REACH,
         )
-        return [
-            DraftTree.chain(tokens[i::num_segments][:n], probabilities[i::num_segments][:n])
-            for i, n in enumerate(lengths)
-        ]
+        trees = []
+        for i, n in enumerate(lengths):
+            chain, said = tokens[i::num_segments][:n], probabilities[i::num_segments][:n]
+            count = min(num_siblings, requests[i].shape.siblings)
+            parents = list(range(-1, n - 1))
+            # The chain comes first: where it is right, nothing has to be moved.
+            for depth in range(n if count else 0):
+                at = (depth * num_segments + i) * num_siblings
+                chain += siblings[at : at + count]
+                said += sibling_probabilities[at : at + count]
+                parents += [depth - 1] * count
+            trees.append(DraftTree(tuple(chain), tuple(parents), tuple(said)))
+        return trees
 
     def __del__(self) -> None:
         if getattr(self, "_session", None):

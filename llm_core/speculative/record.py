@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LONGEST_MEMORY = 40  # steps; the newest then weighs one part of it
-_TRIAL_MEMORY = 12  # what was learnt before a pause counts as no more steps than these
+_LONGEST_MEMORY = 64  # steps; the newest then weighs one part of it
+_TRIAL_MEMORY = 4  # what was learnt before a pause counts as no more steps than these
 _CLIP = 1.6  # a step that took more times what is usual counts as having taken these
 _LEAST_PLAIN = 4  # steps without drafts before any is drafted for, and between trials
-_TRIAL_STEPS = 4
+# Fewer would often be wrong, and a pause is dear: what drafts gain differs from reply to reply, and
+# four steps of 1.18 times plain decoding look like less than 1 every fourth time.
+_TRIAL_STEPS = 8
+_HOPELESS = 0.85  # less than that after half of a trial: it is over
+_LEAST_GAIN = 0.98  # a little less is more likely noise than a loss, and a pause costs more
 _PROBE_EVERY = 48  # steps with drafts; then one without
 _FIRST_PAUSE, _LONGEST_PAUSE = 48, 768
 
@@ -44,7 +48,7 @@ class Record:
         self.drafted_ns = Mean()
         self.tokens = Mean()
         self.draft_scale = Mean()  # drafting beside what was measured at the start
-        self._left = 0  # steps of a trial
+        self._left = _TRIAL_STEPS  # of a trial
         self._paused = 0  # steps still to go without drafts
         self._next_pause = _FIRST_PAUSE
         self._since_plain = 0
@@ -73,10 +77,11 @@ class Record:
             self._left = _TRIAL_STEPS
             for mean in (self.drafted_ns, self.tokens):
                 mean.num_seen = min(mean.num_seen, _TRIAL_MEMORY)
-        if self._left > 0:
+        if self._left > 0 and not self._is_hopeless(num_streams):
             self._left -= 1
             return True
-        if self.drafted_ns.num_seen >= _TRIAL_STEPS and self.gain(num_streams) < 1.0:
+        if self.gain(num_streams) < _LEAST_GAIN:
+            self._left = 0
             self._paused, self._next_pause = (
                 self._next_pause,
                 min(2 * self._next_pause, _LONGEST_PAUSE),
@@ -88,6 +93,9 @@ class Record:
             self._since_plain = 0
             return False
         return True
+
+    def _is_hopeless(self, num_streams: int) -> bool:
+        return self._left <= _TRIAL_STEPS // 2 and self.gain(num_streams) < _HOPELESS
 
     def plain(self, duration_ns: float) -> None:
         """A step without drafts."""

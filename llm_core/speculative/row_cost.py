@@ -28,6 +28,7 @@ class RowCost:
             points[index] = (points[index][0], min(points[index][1], points[index + 1][1]))
         self._shape = [(rows, _between(points, rows)) for rows in _KNOTS]
         self._load = 1.0
+        self._num_seen = 0
 
     @property
     def load(self) -> float:
@@ -45,7 +46,10 @@ class RowCost:
             # Twice in a row it is no outlier: let the load follow, slowly.
             duration_ns = round(min(max(duration_ns, expected_ns / 2), expected_ns * 2))
         ratio = duration_ns / expected_ns
-        self._load *= 1 + _LOAD_WEIGHT * (ratio - 1)
+        self._num_seen += 1
+        # The first steps count fully: what was measured at the start may be of another minute, and
+        # times taken while the load is still on its way cannot be compared with later ones.
+        self._load *= 1 + max(_LOAD_WEIGHT, 1 / self._num_seen) * (ratio - 1)
         nearest = min(bisect_left(_KNOTS, num_rows), len(_KNOTS) - 1)
         if _KNOTS[nearest] == num_rows:
             known_ns = self._shape[nearest][1]

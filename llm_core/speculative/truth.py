@@ -21,11 +21,16 @@ class Truth:
         self._right_after = self._all_after = 0.0
         self._right_first = self._all_first = 0.0
 
-    def observe(self, said: float, *, is_right: bool, depth: int = 1) -> None:
-        """One verified draft, whose parent was right."""
+    def observe(
+        self, said: float, *, is_right: bool, depth: int = 1, is_sibling: bool = False
+    ) -> None:
+        """One verified draft, whose parent was right. A sibling comes after a better draft with the
+        same parent: ``first`` and ``later`` are not of such."""
         bucket = self._bucket(said)
         self._right[bucket] = _FORGET * self._right[bucket] + is_right
         self._all[bucket] = _FORGET * self._all[bucket] + 1
+        if is_sibling:
+            return
         if depth > 1:
             self._right_after = _FORGET * self._right_after + is_right
             self._all_after = _FORGET * self._all_after + 1

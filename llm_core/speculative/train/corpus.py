@@ -63,7 +63,8 @@ def has_features(path: Path) -> bool:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """What ``write_conversations`` wrote; features without the row of zeros.
+    """What ``write_conversations`` wrote; features without the row of zeros. They stay in the file
+    until they are looked at: a corpus may be larger than the memory.
 
     Raises ModelLoadError for a file that is not sound.
     """
@@ -72,7 +73,7 @@ def read_conversations(path: Path) -> list[Conversation]:
         if missing:
             raise ModelLoadError(f"{path.name}: lacks {', '.join(missing)}")
         token_ids, is_answer, lengths, temperatures = (file.read(name) for name in _NEEDED)
-        features = file.read("features") if "features" in file.tensors else None
+        features = file.mapped("features") if "features" in file.tensors else None
     sizes = lengths.tolist()
     if sum(sizes) != len(token_ids) or len(is_answer) != len(token_ids):
         raise ModelLoadError(f"{path.name}: the lengths do not add up to its tokens")

@@ -31,11 +31,11 @@ class Example:
 
 def example_of(conversation: Conversation, width: int | None = None) -> Example:
     """The conversation must have features and an anchor (``has_anchor``); only the last ``width``
-    of the features are kept, if it is given."""
+    of the features are shown, if it is given."""
     features = conversation.features
     assert features is not None
     if width is not None:
-        features = features[:, -width:].contiguous()
+        features = features[:, -width:]
     anchors, num_steps = _anchors(conversation.is_answer)
     return Example(
         torch.tensor(conversation.token_ids),

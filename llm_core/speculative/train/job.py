@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,15 @@ from llm_core.messages import EngineConfig
 from llm_core.model_files import OpenModel, open_model
 from llm_core.quant.formats import float_rows
 from llm_core.runner import ModelRunner
-from llm_core.speculative.eagle import EagleHead, TargetRows, head_shapes
+from llm_core.speculative.eagle import EagleHead, TargetRows, head_shapes, target_ids
 from llm_core.speculative.head_config import HeadConfig
-from llm_core.speculative.head_files import TENSORS_NAME, HeadFile, fingerprint, write_head
+from llm_core.speculative.head_files import (
+    TENSORS_NAME,
+    HeadFile,
+    fingerprint,
+    read_head,
+    write_head,
+)
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.train.corpus import corpus_files, has_features, read_conversations
 from llm_core.speculative.train.examples import (
@@ -43,6 +50,7 @@ _MOST_HELD_OUT = 96
 _START_EXAMPLES = 1500  # conversations for the regression
 _NUM_MEDUSA_HEADS = 3
 _OPENING_WORDS = 4
+_COUNTS = ("answer_tokens", "anchors_trained_on", "steps")  # of a head's card
 
 
 def train(
@@ -68,13 +76,24 @@ def train(
         rows = TargetRows.of(config, opened.model.weights)
         embedding = float_rows(rows.embedding, torch.arange(config.vocab_size))
         rows = TargetRows(embedding, rows.head, rows.embedding_scale)
-        words = _words(directory, options, corpus, config.vocab_size)
-        head_config = _head_config(options, config, len(words), opened.model.name, mark)
+        start = _start(options, config, mark)
+        if start is None:
+            words = _words(directory, options, corpus, config.vocab_size)
+            head_config = _head_config(options, config, len(words), opened.model.name, mark)
+        else:
+            words = target_ids(start.config, start.tensors)
+            name = opened.model.name
+            head_config = replace(start.config, target_name=name, target_fingerprint=mark)
         teacher = Teacher(config, opened.model.weights, rows)
         state_path = directory / f"head-{options.kind}" / "state.safetensors"
         progress("start", 0, 1)
         learner, unroll = _learner(
-            head_config, words, corpus, teacher, is_new=not state_path.exists()
+            head_config,
+            words,
+            corpus,
+            teacher,
+            is_new=not state_path.exists(),
+            start=None if start is None else start.tensors,
         )
         progress("start", 1, 1)
     embedding_rms = float(embedding.square().mean().sqrt()) * rows.embedding_scale
@@ -87,7 +106,9 @@ def train(
             config.vocab_size,
             regresses_features=options.kind == "eagle1",
         ),
-        TrainingOptions(train_s=options.train_s, seed=options.seed),
+        TrainingOptions(
+            train_s=options.train_s, seed=options.seed, is_bfloat16=_multiplies_bfloat16()
+        ),
         state_path=state_path,
         embedding_rms=embedding_rms,
     )
@@ -101,7 +122,10 @@ def train(
         size_bytes=0,
         wall_s=0.0,
     )
-    head = HeadFile(head_config, learner.tensors(), _card(options, report, training.elapsed_s))
+    card = _card(options, report, training.elapsed_s)
+    if start is not None:
+        card["begun_with"] = {name: start.card.get(name) for name in _COUNTS}
+    head = HeadFile(head_config, learner.tensors(), card)
     write_head(options.out_dir, head, is_int8=True)
     return TrainHeadReport(
         chain_lens,
@@ -204,6 +228,36 @@ def _words(
         return file.read("target_ids")
 
 
+def _start(options: TrainHeadOptions, target: ModelConfig, mark: str) -> HeadFile | None:
+    """The head to begin with. Raises ModelLoadError, InvalidRequestError for one that cannot be
+    trained on this data."""
+    if options.start_dir is None:
+        return None
+    head = read_head(options.start_dir, target, mark)
+    config, layers = head.config, feature_layers(target)
+    if config.kind != options.kind:
+        raise InvalidRequestError(
+            f"{options.start_dir}: holds a head of kind {config.kind}, not {options.kind}"
+        )
+    if config.kind == "eagle3" and config.feature_layers != layers:
+        raise InvalidRequestError(
+            f"{options.start_dir}: the head reads layers {config.feature_layers}, the data are of "
+            f"{layers}"
+        )
+    if config.has_lm_head:
+        raise InvalidRequestError(
+            f"{options.start_dir}: the head has an output head of its own, which is not trained"
+        )
+    return head
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has products of bfloat16: with them a step takes about a third of the time
+    (measured on a Zen 5); in software they are slower than float32."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
 def _head_config(
     options: TrainHeadOptions, target: ModelConfig, num_words: int, name: str, mark: str
 ) -> HeadConfig:
@@ -234,21 +288,30 @@ def _head_config(
 
 
 def _learner(
-    config: HeadConfig, words: torch.Tensor, corpus: _Corpus, teacher: Teacher, *, is_new: bool
+    config: HeadConfig,
+    words: torch.Tensor,
+    corpus: _Corpus,
+    teacher: Teacher,
+    *,
+    is_new: bool,
+    start: dict[str, torch.Tensor] | None,
 ) -> tuple[EagleHead | MedusaHeads, Unroll]:
-    """The head at its start (zeros where a state will be taken up), and how its steps are run."""
+    """The head at its start (zeros where a state will be taken up), and how its steps are run.
+    ``start``: what it has then, if not what a regression finds."""
     examples = corpus.examples[:_START_EXAMPLES]
     tensors: dict[str, torch.Tensor] = {}
     if config.has_draft_vocab:
         tensors["d2t"] = words - torch.arange(len(words))
-    if not is_new or config.kind == "medusa":
+    if start is not None:
+        tensors |= start
+    elif not is_new or config.kind == "medusa":
         tensors |= {name: torch.zeros(shape) for name, shape in head_shapes(config).items()}
     if config.kind == "medusa":
         heads = MedusaHeads(config, tensors, teacher.rows)
         return heads, lambda batch, shares, generator: medusa_outputs(heads, batch)
-    if is_new:
-        start = ridge_start if config.kind == "eagle3" else eagle1_start
-        tensors |= start(config, examples, teacher)
+    if is_new and start is None:
+        regression = ridge_start if config.kind == "eagle3" else eagle1_start
+        tensors |= regression(config, examples, teacher)
     head = EagleHead(config, tensors, teacher.rows, max_context=MAX_LEN)
     if config.kind == "eagle1":  # words are said over all; for the loss the common ones suffice
         head.words = teacher.rows.head_rows(words)

@@ -42,7 +42,7 @@ class Objective:
         said = index[output.words]
         is_known = said >= 0
         with torch.no_grad():
-            wanted = functional.linear(output.final_hidden, self.words)
+            wanted = functional.linear(output.final_hidden, self.words).float()
             wanted = (wanted / self.temperature).softmax(-1)
         # Where the draft vocabulary lacks the word, nothing right can be drafted.
         each = -(wanted * logits.log_softmax(-1)).sum(-1)

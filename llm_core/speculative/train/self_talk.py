@@ -26,6 +26,7 @@ from llm_core.speculative.train.topics import (
     OTHER_INSTRUCTIONS,
     PARLEY_INSTRUCTIONS,
     SPOKEN_OPENINGS,
+    STORY_OPENINGS,
 )
 from llm_core.tokenizer import Tokenizer
 
@@ -41,10 +42,23 @@ _SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.5, 0.25
 _LARGEST = torch.finfo(torch.float16).max
 _T = TypeVar("_T")
 _SHARE_OF_GIVEN = 1.0  # as much as all others together
-_OPENING_KINDS: tuple[tuple[Sequence[str], float], ...] = (
-    (SPOKEN_OPENINGS, 0.4),
-    (CASED_OPENINGS, 0.2),
-    (GENERAL_OPENINGS, 0.4),
+_STORY_LENGTHS = (20, 80)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpeningKind:
+    """First words of what users say, and the lengths in tokens at which such a turn is cut."""
+
+    openings: Sequence[str]
+    weight: float
+    user_lengths: tuple[int, int] = _USER_LENGTHS
+
+
+_OPENING_KINDS = (
+    _OpeningKind(SPOKEN_OPENINGS, 0.4),
+    _OpeningKind(CASED_OPENINGS, 0.15),
+    _OpeningKind(GENERAL_OPENINGS, 0.15),
+    _OpeningKind(STORY_OPENINGS, 0.3, _STORY_LENGTHS),
 )
 
 
@@ -121,9 +135,9 @@ class SelfTalk:
         self._runner = runner
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
-        self._openings = (
-            (*_OPENING_KINDS, (openings, _SHARE_OF_GIVEN)) if openings else _OPENING_KINDS
-        )
+        given = (_OpeningKind(openings, _SHARE_OF_GIVEN),) if openings else ()
+        kinds = (*_OPENING_KINDS, *given)
+        self._kinds = tuple((kind, kind.weight) for kind in kinds)
         self._eos = tokenizer.eos_ids
         self._line_ends = frozenset(
             i for i, text in enumerate(tokenizer.token_bytes) if b"\n" in text
@@ -192,7 +206,8 @@ class SelfTalk:
             prefix = self._prefixes[rng.choice(OTHER_INSTRUCTIONS)]
         else:
             prefix = self._prefixes[None]
-        ids = [*prefix.glue.opening, *self._opening(rng)]
+        opening, turn_limit = self._opening(rng)
+        ids = [*prefix.glue.opening, *opening]
         features = [] if prefix.features is None else [prefix.features]
         return _Stream(
             prefix=prefix,
@@ -204,12 +219,15 @@ class SelfTalk:
             ids=ids,
             is_answer=[False] * len(ids),
             start=prefix.length,
-            turn_limit=rng.randint(*_USER_LENGTHS),
+            turn_limit=turn_limit,
             features=features,
         )
 
-    def _opening(self, rng: random.Random) -> list[int]:
-        return self._tokenizer.encode(rng.choice(_pick(rng, self._openings)))
+    def _opening(self, rng: random.Random) -> tuple[list[int], int]:
+        """The first words of a user's turn, and how many tokens it may have."""
+        kind = _pick(rng, self._kinds)
+        words = self._tokenizer.encode(rng.choice(kind.openings))
+        return words, rng.randint(*kind.user_lengths)
 
     def _step(self, streams: list[_Stream]) -> torch.Tensor:
         """Computes what waits; logits [len(streams), vocab_size] after each stream's last token."""
@@ -257,9 +275,9 @@ class SelfTalk:
         if stream.turns_left == 0:
             return False
         # The end of the turn has been said: the first token of the glue is there already.
-        self._extend(stream, [*glue.to_user[1:], *self._opening(stream.rng)])
+        opening, stream.turn_limit = self._opening(stream.rng)
+        self._extend(stream, [*glue.to_user[1:], *opening])
         stream.is_user, stream.turn_len = True, 0
-        stream.turn_limit = stream.rng.randint(*_USER_LENGTHS)
         return self._has_room(stream)
 
     def _extend(self, stream: _Stream, ids: list[int], *, is_answer: bool = False) -> None:

@@ -41,7 +41,8 @@ class Learner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """``train_s`` seconds in all, those before a restart included: the learning rate falls with
-    time, along a cosine to zero. ``step_shares``: see ``unroll.unrolled``."""
+    time, along a cosine to zero. ``step_shares``: see ``unroll.unrolled``. ``is_bfloat16``:
+    products of a step are made in bfloat16; weights, sums and the optimiser stay in float32."""
 
     train_s: float
     batch_anchors: int = 512
@@ -49,6 +50,7 @@ class TrainingOptions:
     regressed_learning_rate: float = 1.5e-4
     step_shares: tuple[float, ...] = (1.0, 0.4, 0.4, 0.4)
     seed: int = 0
+    is_bfloat16: bool = False
     save_every_s: float = 120.0
     measure_every_s: float = 300.0
 
@@ -87,6 +89,7 @@ class Training:
             ],
             betas=_BETAS,
             weight_decay=0.0,
+            fused=True,
         )
         self._peaks = [group["lr"] for group in self._optimizer.param_groups]
         if state_path.exists():
@@ -151,6 +154,7 @@ class Training:
         tensors = {
             "counts": torch.tensor([self.step, self.epoch, self.num_anchors]),
             "elapsed_s": torch.tensor([self.elapsed_s], dtype=torch.float64),
+            "target_ids": self._objective.target_ids,
         }
         for name, weight in self.head.weights.items():
             tensors[f"weight.{name}"] = weight.detach()
@@ -165,6 +169,13 @@ class Training:
 
     def _restore(self) -> None:
         with SafetensorsFile(self._state_path) as file, torch.no_grad():
+            if "target_ids" not in file.tensors or not torch.equal(
+                file.read("target_ids"), self._objective.target_ids
+            ):
+                raise ModelLoadError(
+                    f"{self._state_path.name}: is of a head with other words; begin with the same "
+                    "head as then, or remove it to begin again"
+                )
             for name, weight in self.head.weights.items():
                 entry = file.tensors.get(f"weight.{name}")
                 if entry is None or entry.shape != tuple(weight.shape):
@@ -192,11 +203,12 @@ class Training:
             group["lr"] = peak * share
         total = torch.zeros(())
         rates = []
-        for j, output in enumerate(self._unroll(batch, self._options.step_shares, generator)):
-            logits = self.head.word_logits(output.output)
-            loss, is_right = self._objective.loss(j, output, logits, self._index)
-            total = total + loss
-            rates.append(float(is_right.float().mean()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._options.is_bfloat16):
+            for j, output in enumerate(self._unroll(batch, self._options.step_shares, generator)):
+                logits = self.head.word_logits(output.output)
+                loss, is_right = self._objective.loss(j, output, logits, self._index)
+                total = total + loss
+                rates.append(float(is_right.float().mean()))
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.head.weights.values()), _LARGEST_GRADIENT)

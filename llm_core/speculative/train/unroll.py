@@ -54,7 +54,7 @@ def unrolled(
     j - 1 whose answer goes on (1.0: all of them)."""
     hidden_size = head.config.hidden_size
     sizes = [len(example.token_ids) - 2 for example in batch]
-    features = torch.cat([e.features[:n] for e, n in zip(batch, sizes, strict=True)]).float()
+    features = torch.cat([e.features[:n].float() for e, n in zip(batch, sizes, strict=True)])
     tokens = torch.cat([example.token_ids[1:-1] for example in batch])
     positions = torch.cat([torch.arange(n) for n in sizes])
     residual, x = head.entered(head.hidden_of_features(features), head.embed(tokens))
@@ -107,10 +107,8 @@ def medusa_outputs(heads: MedusaHeads, batch: Sequence[Example]) -> list[StepOut
             anchors, rows = example.anchors[goes_on], goes_on + row
             row += len(example.anchors)
             opened.append(_Open(example, _NO_KEYS, [], anchors, example.num_steps[goes_on], rows))
-        final = [o.example.features[o.anchors, -hidden_size:] for o in opened]
-        outputs.append(
-            _step_output(heads.output(torch.cat(final).float(), k), opened, k, hidden_size)
-        )
+        final = [o.example.features[o.anchors, -hidden_size:].float() for o in opened]
+        outputs.append(_step_output(heads.output(torch.cat(final), k), opened, k, hidden_size))
     return outputs
 
 
@@ -118,9 +116,9 @@ def _step_output(
     output: torch.Tensor, opened: Sequence[_Open], step: int, hidden_size: int
 ) -> StepOutput:
     words = torch.cat([o.example.token_ids[o.anchors + step + 2] for o in opened])
-    final = [o.example.features[o.anchors + step + 1, -hidden_size:] for o in opened]
+    final = [o.example.features[o.anchors + step + 1, -hidden_size:].float() for o in opened]
     rows = torch.cat([o.rows for o in opened])
-    return StepOutput(output, words, torch.cat(final).float(), rows)
+    return StepOutput(output, words, torch.cat(final), rows)
 
 
 def _keep_some(
@@ -154,14 +152,14 @@ def _attend(query: torch.Tensor, o: _Open) -> torch.Tensor:
     shape = (num_kv_heads, num_heads // num_kv_heads, num_rows)
     # [kv head, query heads that share it, row, head_dim]
     grouped = query.view(num_rows, *shape[:2], head_dim).permute(1, 2, 0, 3) * head_dim**-0.5
-    past = (grouped.flatten(1, 2) @ key.permute(1, 2, 0)).view(*shape, len(key))
+    past = (grouped.flatten(1, 2) @ key.permute(1, 2, 0)).float().view(*shape, len(key))
     hides = torch.arange(len(key)) > o.anchors.unsqueeze(1)
     scores = [past.masked_fill(hides, float("-inf"))]
     for own_key, _ in o.own:
         scores.append((grouped * own_key.transpose(0, 1).unsqueeze(1)).sum(-1, keepdim=True))
     weights = torch.cat(scores, -1).softmax(-1)
     seen = weights[..., : len(key)].flatten(1, 2) @ value.transpose(0, 1)
-    result: torch.Tensor = seen.view(*shape, head_dim)
+    result: torch.Tensor = seen.float().view(*shape, head_dim)
     for step, (_, own_value) in enumerate(o.own):
         weight = weights[..., len(key) + step].unsqueeze(-1)
         result = result + weight * own_value.transpose(0, 1).unsqueeze(1)
