@@ -5,8 +5,7 @@
 KINDS and NUM as in bench/turn_end_events.py; one more kind, `clauses`: two prompts with a comma and
 a conjunction between them, said by the installed voice. Every recording is cut at words in
 mid-sentence, in its own pauses there, and at its end; ends are treated like cuts, so that the knife
-is no sign. Often a first part is left out, the level changes, 60 to 200 ms of silence follow; a
-third went over a telephone (G.711 at 8 kHz).
+is no sign. Often a first part is left out, the level changes, 60 to 200 ms of silence follow.
 
 The file: `tails` float32 [n, 4 * width], `is_end`, `is_natural` bool [n], `speakers` [n].
 """
@@ -23,9 +22,7 @@ import numpy as np
 from app.config import load_settings
 from app.model_store import ModelStore
 from audio.asr import Recognizer
-from audio.codecs import PCMU_8K, decode, encode
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import StreamResampler
 from audio.tts import Synthesizer
 from bench.turn_end_events import (
     prompts,
@@ -43,8 +40,6 @@ _BREAKS = (*_SENTENCE_ENDS, ",")
 _JOINTS = (", and ", ", but ", ", because ", ", so ", ", if ", ", or ", ", when ", ", then ")
 _MIN_PAUSE_S = 0.14
 _FADE = 80
-_PHONE = PCMU_8K
-_PHONE_SHARE = 0.33
 
 Word = tuple[str, float, float]
 
@@ -132,7 +127,7 @@ def _cut(
         return
     part[-_FADE:] *= np.linspace(1, 0, _FADE, dtype=np.float32)
     silence = room(samples, int(rng.uniform(0.06, 0.2) * SPEECH_RATE), rng)
-    yield _as_heard(np.concatenate((part, silence)), rng), is_end, False
+    yield _at_some_level(np.concatenate((part, silence)), rng), is_end, False
 
 
 def _pause(
@@ -145,21 +140,11 @@ def _pause(
         return
     missing = max(0, stop - start - part.size)
     part = np.concatenate((part, room(samples, missing, rng)))
-    yield _as_heard(part, rng), is_end, True
+    yield _at_some_level(part, rng), is_end, True
 
 
-def _as_heard(samples: Samples, rng: np.random.Generator) -> Samples:
-    """At some level; a third of them over a telephone."""
-    samples = (samples * 10 ** (rng.uniform(-6, 6) / 20)).astype(np.float32)
-    if rng.random() > _PHONE_SHARE:
-        return samples
-    narrow = _resampled(samples, SPEECH_RATE, _PHONE.rate)
-    return _resampled(decode(encode(narrow, _PHONE), _PHONE), _PHONE.rate, SPEECH_RATE)
-
-
-def _resampled(samples: Samples, rate: int, to_rate: int) -> Samples:
-    resampler = StreamResampler(rate, to_rate)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
+def _at_some_level(samples: Samples, rng: np.random.Generator) -> Samples:
+    return (samples * 10 ** (rng.uniform(-6, 6) / 20)).astype(np.float32)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ TOP_LEVEL = {
 }
 
 MAX_LINES = 500
-SOURCE_SUFFIXES = {".py", ".js", ".mjs", ".css", ".html", ".sh"}
+SOURCE_SUFFIXES = {".py", ".c", ".h", ".js", ".mjs", ".css", ".html", ".sh"}
 
 
 @dataclass(frozen=True)

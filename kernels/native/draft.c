@@ -70,8 +70,7 @@ static void release(pn_draft_session *s) {
                    s->picked, s->picked_attended, s->logits, s->shared.codes, s->shared.meta};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     s->taps = s->embedded = s->hidden = s->joined = s->qkv = s->attended = s->inner = NULL;
-    s->picked = s->picked_attended = s->logits = s->shared.meta = NULL;
-    s->shared.codes = NULL;
+    s->picked = s->picked_attended = s->logits = s->shared.meta = NULL, s->shared.codes = NULL;
     s->row_capacity = 0;
 }
 
@@ -104,10 +103,8 @@ static int reserve_rows(pn_draft_session *s, int num_rows) {
 static void release_states(pn_draft_session *s) {
     void *all[] = {s->rows, s->blocks, s->depths, s->chain_lengths, s->products};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
-    s->rows = NULL;
-    s->blocks = NULL;
+    s->rows = NULL, s->blocks = NULL, s->products = NULL;
     s->depths = s->chain_lengths = NULL;
-    s->products = NULL;
     s->num_capacity = 0;
 }
 
@@ -292,108 +289,6 @@ static void multiply(pn_draft_session *s, int number, int task, int thread) {
                     smallest_of(first + p->tiles_a_task, p->matrix->num_tiles), &p->epilogue);
 }
 
-/* The number, or (is_sum) the sum, of weights from `least` on. */
-static float measure(const float *weights, int num, float least, int is_sum) {
-    f8 total = f8_all(0);
-    int j = 0;
-    for (; j + PN_TILE <= num; j += PN_TILE) {
-        f8 weight = f8_load(weights + j);
-        s8 counts = weight >= f8_all(least);
-        total += (f8)((s8)(is_sum ? weight : f8_all(1.0f)) & counts);
-    }
-    float sum = f8_sum(total);
-    for (; j < num; j++) sum += weights[j] >= least ? (is_sum ? weights[j] : 1.0f) : 0.0f;
-    return sum;
-}
-
-/* The largest weight such that those from it on measure `needed`; `least` if none does. Weights are
- * in (0, 1], where numbers compare as their bits do. */
-static float threshold(const float *weights, int num, float least, float needed, int is_sum) {
-    union { float value; uint32_t bits; } low = {.value = least}, high = {.value = 1.0f}, at;
-    if (measure(weights, num, 1.0f, is_sum) >= needed) return 1.0f;
-    while (low.bits + 1 < high.bits) { /* low measures enough, or is where to stop; high does not */
-        at.bits = low.bits + (high.bits - low.bits) / 2;
-        if (measure(weights, num, at.value, is_sum) >= needed) low = at; else high = at;
-    }
-    return low.value;
-}
-
-/* The word that most of the draws within `reach` of `fraction` would choose, in the order of words;
- * `share` of these draws do. */
-static int guess_word(const float *weights, int num, const pn_draft_choice *choice, float fraction,
-                      float reach, float *share) {
-    float least = 0.0f, passed = 0.0f, most = -1.0f;
-    if (choice->top_k > 0 && choice->top_k < num)
-        least = threshold(weights, num, least, (float)choice->top_k, 0);
-    if (choice->top_p < 1.0f)
-        least = threshold(weights, num, least, choice->top_p * measure(weights, num, least, 1), 1);
-    if (least < choice->min_p) least = choice->min_p;
-    float total = measure(weights, num, least, 1);
-    float low = fraction > reach ? (fraction - reach) * total : 0.0f;
-    float high = fraction + reach < 1.0f ? (fraction + reach) * total : total;
-    int word = 0;
-    for (int j = 0; j < num && passed < high; j++) {
-        if (weights[j] < least || weights[j] == 0.0f) continue;
-        float start = passed > low ? passed : low;
-        passed += weights[j];
-        float covered = (passed < high ? passed : high) - start;
-        if (covered > most) {
-            most = covered;
-            word = j;
-        }
-    }
-    *share = most > 0.0f ? most / (high - low) : 0.0f;
-    return word;
-}
-
-/* The likeliest word or, where `fraction` is not negative, the one that is likely to be drawn; and
- * how likely it is: of what is drawn, the geometric mean of its share and of what the head says.
- * `logits` become weights, `all` their sum without the temperature. */
-static int choose_word(float *logits, int num_words, float fraction, float reach,
-                       const pn_draft_choice *choice, float *probability, float *all) {
-    int padded = num_words / PN_TILE * PN_TILE, word = 0;
-    f8 most = f8_all(-INFINITY), total = f8_all(0);
-    for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(logits + j));
-    float largest = f8_largest(most), sum = 0;
-    for (int j = padded; j < num_words; j++) largest = largest > logits[j] ? largest : logits[j];
-    while (word < num_words - 1 && logits[word] != largest) word++;
-    float factor = fraction < 0 ? 1.0f : 1.0f / choice->temperature;
-    for (int j = 0; j < padded; j += PN_TILE) {
-        f8 logit = f8_load(logits + j) - largest;
-        f8 weight = f8_exp(logit * factor);
-        total += fraction < 0 ? weight : f8_exp(logit);
-        f8_store(logits + j, weight);
-    }
-    for (int j = padded; j < num_words; j++) {
-        float logit = logits[j] - largest;
-        logits[j] = expf(logit * factor);
-        sum += fraction < 0 ? logits[j] : expf(logit);
-    }
-    sum += f8_sum(total);
-    *all = sum;
-    if (fraction < 0) {
-        *probability = logits[word] / sum;
-        return word;
-    }
-    float share;
-    word = guess_word(logits, num_words, choice, fraction, reach, &share);
-    *probability = sqrtf(share * powf(logits[word], choice->temperature) / sum);
-    return word;
-}
-
-/* The words of the largest weights but `chosen`, in falling order. */
-static void find_siblings(const float *weights, int num_words, int chosen, int count, int *words) {
-    float least[PN_MAX_SIBLINGS];
-    for (int i = 0; i < count; i++) least[i] = -1.0f, words[i] = 0;
-    for (int j = 0; j < num_words; j++) {
-        if (!(weights[j] > least[count - 1]) || j == chosen) continue;
-        int at = count - 1;
-        for (; at > 0 && weights[j] > least[at - 1]; at--)
-            least[at] = least[at - 1], words[at] = words[at - 1];
-        least[at] = weights[j], words[at] = j;
-    }
-}
-
 /* Whether a segment's chain goes on in a pass: all its drafts so far were worth it. */
 static int is_active(const pn_draft_session *s, int segment, int pass) {
     const pn_draft_choice *choice = &s->batch->choices[segment];
@@ -415,7 +310,7 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     if (!is_active(s, segment, p->pass)) return;
     float probability, sum, *logits = s->logits + (int64_t)segment * s->model->num_words;
     float fraction = batch->fractions[at];
-    int word = choose_word(logits, s->model->num_words, fraction, batch->guess_reach, choice,
+    int word = pn_choose_word(logits, s->model->num_words, fraction, batch->guess_reach, choice,
                            &probability, &sum);
     s->products[segment] *= probability;
     if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
@@ -423,7 +318,7 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     batch->out_tokens[at] = s->model->target_ids[word];
     batch->out_probabilities[at] = probability;
     int siblings[PN_MAX_SIBLINGS], count = batch->num_siblings;
-    if (count > 0) find_siblings(logits, s->model->num_words, word, count, siblings);
+    if (count > 0) pn_find_siblings(logits, s->model->num_words, word, count, siblings);
     for (int i = 0; i < count; i++) {
         float weight = logits[siblings[i]];
         if (fraction >= 0) weight = powf(weight, choice->temperature);
@@ -433,7 +328,6 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     if (p->pass < batch->num_steps)
         rows_of(s, p->pass + 1)[segment].token = s->model->target_ids[word];
 }
-
 
 static void run_task(void *context, int number, int task, int thread) {
     pn_draft_session *s = context;
@@ -582,47 +476,9 @@ static void place_rows(pn_draft_session *s) {
     }
 }
 
-/* Every index that the call will follow lies within its array. */
-static pn_result check(const pn_draft_model *m, const pn_cache *cache, const pn_draft_batch *batch) {
-    int64_t num_rows = 0, num_blocks = cache->num_positions / cache->block_size;
-    for (int i = 0; i < batch->num_segments; i++) {
-        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
-        const int32_t *ids = batch->block_ids + segment[2];
-        int64_t start = segment[0], length = segment[1];
-        int64_t end = start + length + batch->num_steps;
-        if (start < 0 || length < 1 || batch->num_steps < 0 || end > m->max_context)
-            return PN_BAD_SEGMENT;
-        for (int b = 0; b <= (end - 1) / cache->block_size; b++)
-            if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;
-        if (segment[3] && (length > PN_MAX_TREE_ROWS || !batch->parents || batch->choices))
-            return PN_BAD_TREE;
-        num_rows += length;
-        if (num_rows > batch->num_rows) return PN_BAD_SEGMENT;
-        const int32_t *parents = batch->parents + num_rows - length;
-        for (int r = 0; segment[3] && r < length; r++)
-            if (parents[r] < -1 || parents[r] >= r) return PN_BAD_TREE;
-        if (batch->choices &&
-            (i >= batch->num_outputs || batch->output_rows[i] != num_rows - 1))
-            return PN_BAD_LOGIT_ROW;
-    }
-    if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
-    if (batch->choices && batch->num_outputs != batch->num_segments) return PN_BAD_LOGIT_ROW;
-    if (!batch->choices && batch->num_steps > 0) return PN_BAD_SEGMENT;
-    if (batch->num_siblings < 0 || batch->num_siblings > PN_MAX_SIBLINGS ||
-        batch->num_siblings >= m->num_words)
-        return PN_BAD_TREE;
-    for (int i = 0; i < batch->num_rows; i++)
-        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->target->vocab_size)
-            return PN_BAD_TOKEN;
-    for (int64_t i = 0, before = -1; i < batch->num_outputs; before = batch->output_rows[i++])
-        if (batch->output_rows[i] <= before || batch->output_rows[i] >= num_rows)
-            return PN_BAD_LOGIT_ROW;
-    return PN_DONE;
-}
-
 /* Runs one call; unless the result is PN_DONE, nothing was written. */
 PN_EXPORT int pn_draft(pn_draft_session *s, const pn_cache *cache, const pn_draft_batch *batch) {
-    pn_result result = check(s->model, cache, batch);
+    pn_result result = pn_check_draft_batch(s->model, cache, batch);
     if (result != PN_DONE) return result;
     s->cache = cache;
     s->batch = batch;

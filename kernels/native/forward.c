@@ -162,23 +162,6 @@ PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
 
 /* ---- tasks ------------------------------------------------------------------------------- */
 
-/* The embedding of one token, [hidden_size]. */
-void pn_embed(const pn_model *m, int64_t token, float *out) {
-    int64_t first = token * m->hidden_size;
-    if (!m->embedding) {
-        pn_matrix_row(&m->embedding_matrix, (int)token, out);
-    } else if (m->embedding_type == PN_F32) {
-        memcpy(out, (const float *)m->embedding + first, sizeof(float) * m->hidden_size);
-    } else {
-        const uint16_t *from = (const uint16_t *)m->embedding + first;
-        int is_bf16 = m->embedding_type == PN_BF16;
-        for (int i = 0; i < m->hidden_size; i++)
-            out[i] = is_bf16 ? bf16_to_float(from[i]) : half_to_float(from[i]);
-    }
-    if (m->embedding_scale != 1.0f)
-        for (int i = 0; i < m->hidden_size; i++) out[i] *= m->embedding_scale;
-}
-
 static void rotate(pn_session *s, const pn_layer *layer, int layer_index, int row) {
     const pn_model *m = s->model;
     const float *rotation = layer->rotations + (int64_t)s->positions[row] * m->head_dim;
@@ -332,35 +315,6 @@ static pn_epilogue epilogue_of(const pn_session *s, const phase *p) {
     }
 }
 
-/* The largest of each PN_MAXIMUM_LEN logits of tiles [first_tile, end_tile), NaN where one of them
- * is NaN: whoever chooses a token need not read 49 thousand logits again. */
-static void note_maxima(const pn_session *s, int first_tile, int end_tile, int num_rows) {
-    int vocab_size = s->model->vocab_size;
-    int64_t num_maxima = (vocab_size + PN_MAXIMUM_LEN - 1) / PN_MAXIMUM_LEN;
-    int end = smallest_of(end_tile * PN_TILE, vocab_size);
-    for (int row = 0; row < num_rows; row++) {
-        const float *logits = s->batch->logits + (int64_t)row * vocab_size;
-        float *to = s->batch->maxima + row * num_maxima;
-        for (int first = first_tile * PN_TILE; first < end; first += PN_MAXIMUM_LEN) {
-            int last = smallest_of(first + PN_MAXIMUM_LEN, end), i = first;
-            f8 most = f8_all(-INFINITY);
-            s8 is_nan = {0};
-            for (; i + PN_TILE <= last; i += PN_TILE) {
-                f8 values = f8_load(logits + i);
-                is_nan |= values != values;
-                most = f8_max(most, values);
-            }
-            float largest = f8_largest(most);
-            int has_nan = largest_magnitude(is_nan & (s8)f8_all(1.0f)) > 0;
-            for (; i < last; i++) {
-                has_nan |= logits[i] != logits[i];
-                largest = logits[i] > largest ? logits[i] : largest;
-            }
-            to[first / PN_MAXIMUM_LEN] = has_nan ? NAN : largest;
-        }
-    }
-}
-
 static void multiply(pn_session *s, int number, int task, int thread) {
     const phase *p = &s->phases[number];
     const pn_matrix *matrix = matrix_of(s->model, p);
@@ -378,7 +332,9 @@ static void multiply(pn_session *s, int number, int task, int thread) {
     int first = task * p->tiles_a_task;
     int end = smallest_of(first + p->tiles_a_task, matrix->num_tiles);
     pn_matmul_tiles(matrix, &input, p->num_rows, first, end, &epilogue);
-    if (p->kind == HEAD && s->batch->maxima) note_maxima(s, first, end, p->num_rows);
+    if (p->kind == HEAD && s->batch->maxima)
+        pn_note_maxima(s->batch->logits, s->batch->maxima, s->model->vocab_size, first, end,
+                       p->num_rows);
 }
 
 static void run_task(void *context, int number, int task, int thread) {
@@ -517,38 +473,9 @@ static int place_rows(pn_session *s) {
     return 1;
 }
 
-/* Every index that the step will follow lies within its array. */
-static pn_result check(const pn_model *m, const pn_cache *cache, const pn_batch *batch) {
-    int64_t num_rows = 0, num_blocks = cache->num_positions / cache->block_size;
-    for (int i = 0; i < batch->num_segments; i++) {
-        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
-        int32_t start = segment[0], length = segment[1];
-        const int32_t *ids = batch->block_ids + segment[2];
-        if (start < 0 || length < 1 || segment[4] < 0 ||
-            (int64_t)start + length + segment[4] > m->max_context)
-            return PN_BAD_SEGMENT;
-        for (int b = 0; b <= (start + length - 1) / cache->block_size; b++)
-            if (ids[b] < 0 || ids[b] >= num_blocks) return PN_BAD_BLOCK;
-        if (segment[3] && (length > PN_MAX_TREE_ROWS || !batch->parents)) return PN_BAD_TREE;
-        num_rows += length;
-        if (num_rows > batch->num_rows) return PN_BAD_SEGMENT;
-        const int32_t *parents = batch->parents + num_rows - length;
-        for (int r = 0; segment[3] && r < length; r++)
-            if (parents[r] < -1 || parents[r] >= r) return PN_BAD_TREE;
-    }
-    if (num_rows != batch->num_rows || num_rows == 0) return PN_BAD_SEGMENT;
-    for (int i = 0; i < batch->num_rows; i++)
-        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= m->vocab_size) return PN_BAD_TOKEN;
-    for (int i = 0; i < batch->num_logits; i++)
-        if (batch->logit_rows[i] < 0 || batch->logit_rows[i] >= num_rows) return PN_BAD_LOGIT_ROW;
-    for (int i = 0; i < batch->num_taps; i++)
-        if (batch->taps[i] < 0 || batch->taps[i] > m->num_layers) return PN_BAD_TAP;
-    return PN_DONE;
-}
-
 /* Runs one step; unless the result is PN_DONE, nothing was written. */
 PN_EXPORT int pn_forward(pn_session *s, const pn_cache *cache, const pn_batch *batch) {
-    pn_result result = check(s->model, cache, batch);
+    pn_result result = pn_check_batch(s->model, cache, batch);
     if (result != PN_DONE) return result;
     s->cache = cache;
     s->batch = batch;

@@ -117,3 +117,20 @@ PN_EXPORT const char *pn_instructions(void) {
     return "portable C";
 #endif
 }
+
+/* The embedding of one token, [hidden_size]. */
+void pn_embed(const pn_model *m, int64_t token, float *out) {
+    int64_t first = token * m->hidden_size;
+    if (!m->embedding) {
+        pn_matrix_row(&m->embedding_matrix, (int)token, out);
+    } else if (m->embedding_type == PN_F32) {
+        memcpy(out, (const float *)m->embedding + first, sizeof(float) * m->hidden_size);
+    } else {
+        const uint16_t *from = (const uint16_t *)m->embedding + first;
+        int is_bf16 = m->embedding_type == PN_BF16;
+        for (int i = 0; i < m->hidden_size; i++)
+            out[i] = is_bf16 ? bf16_to_float(from[i]) : half_to_float(from[i]);
+    }
+    if (m->embedding_scale != 1.0f)
+        for (int i = 0; i < m->hidden_size; i++) out[i] *= m->embedding_scale;
+}

@@ -347,6 +347,14 @@ void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_r
 void pn_two_tiles(const pn_matrix *m, int tile, const int8_t *q, const float *meta, int pitch,
                   int num_rows, f8 sums[][2]);
 void pn_embed(const pn_model *model, int64_t token, float *out);
+void pn_note_maxima(const float *logits, float *maxima, int vocab_size, int first_tile, int end_tile,
+                    int num_rows);
+int pn_choose_word(float *logits, int num_words, float fraction, float reach,
+                   const pn_draft_choice *choice, float *probability, float *all);
+void pn_find_siblings(const float *weights, int num_words, int chosen, int count, int *words);
+pn_result pn_check_batch(const pn_model *m, const pn_cache *cache, const pn_batch *batch);
+pn_result pn_check_draft_batch(const pn_draft_model *m, const pn_cache *cache,
+                               const pn_draft_batch *batch);
 PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out);
 
 typedef struct {
