@@ -33,12 +33,16 @@ class EndRule:
     @classmethod
     def of(cls, model_dir: Path, rules_dir: Path = RULES_DIR) -> EndRule | None:
         """The rule for a faster-whisper model; None: there is none for it."""
-        with (model_dir / _WEIGHTS_NAME).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        path = rules_dir / f"{digest}.json"
-        if not path.is_file():
+        weights = model_dir / _WEIGHTS_NAME
+        size = weights.stat().st_size
+        rules = {path.stem: json.loads(path.read_text()) for path in rules_dir.glob("*.json")}
+        # Reading all of a large model takes seconds: only for one that could have a rule.
+        if all(rule["model_bytes"] != size for rule in rules.values()):
             return None
-        rule = json.loads(path.read_text())
+        with weights.open("rb") as file:
+            rule = rules.get(hashlib.file_digest(file, "sha256").hexdigest())
+        if rule is None:
+            return None
         return cls(float(rule["bias"]), np.array(rule["weights"], np.float32))
 
     def odds(self, tail: Samples) -> float:

@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.config import load_settings
+from app.model_store import ModelStore
 from audio.asr_guard import EndMarks
 from audio.prosody import Prosody
 from audio.turn_end import (
@@ -105,7 +107,7 @@ def main() -> None:
         "model": np.array([[_logprob(e)] for e in events]),
         "marks": np.array([mark_signs(EndMarks(*e["end_marks"][:6])) for e in events]),
         "tail": examples.cross_fitted(np.array([e["tail"] for e in events]), speakers),
-        "heard": np.array([[heard_sign(e["turn_model"][0])] for e in events]),
+        "heard": np.array([[heard_sign(e["turn_model"])] for e in events]),
     }
     print(
         f"{is_end.sum()} ends, {is_natural.sum()} pauses that were made, "
@@ -174,8 +176,18 @@ class _Examples:
     def write_rule(self, path: Path) -> None:
         """The rule fitted to all of them."""
         weights, bias = self.fit(np.ones(len(self.tails), dtype=bool))
-        rule = {"bias": round(bias, 4), "weights": [float(f"{w:.4g}") for w in weights]}
+        rule = {
+            "model_bytes": (_recogniser() / "model.bin").stat().st_size,
+            "bias": round(bias, 4),
+            "weights": [float(f"{w:.4g}") for w in weights],
+        }
         path.write_text(json.dumps(rule) + "\n")
+
+
+def _recogniser() -> Path:
+    """The model whose tails were collected: that of the settings."""
+    settings = load_settings()
+    return ModelStore(settings.home).resolve(settings.asr_model)
 
 
 def _print_weights(parts: dict[str, Array], is_end: NDArray[np.bool_], rates: Array) -> None:

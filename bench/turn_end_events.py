@@ -44,7 +44,7 @@ from llm_core import ChatMessage, EngineClient, EngineConfig
 _MIN_PAUSE_MS = 240
 _EAGER_MS = 64
 # The turn model is asked so long after the recogniser.
-_LATER_MS = (64,)
+_LATER_MS = 64
 _NUM_PROMPTS = 60
 # Pauses spliced into a recording of each kind.
 _SPLICES = {"speech": 5, "hard": 2, "tts": 2}
@@ -213,10 +213,9 @@ def _pauses(
                 "turn_s": turn.size / SPEECH_RATE,
                 "text": heard.text,
                 "prosody": values,
-                "turn_model": [
-                    turn_model.probability(audio[start or 0 : at + ms * SPEECH_RATE // 1000])
-                    for ms in _LATER_MS
-                ],
+                "turn_model": turn_model.probability(
+                    audio[start or 0 : at + _LATER_MS * SPEECH_RATE // 1000]
+                ),
                 "end_marks": None if heard.end_marks is None else astuple(heard.end_marks),
                 "tail": None if heard.tail is None else np.round(heard.tail, 4).tolist(),
             }

@@ -51,7 +51,8 @@ def test_a_rule_is_found_by_the_weights_it_was_fitted_to(tmp_path: Path) -> None
     rules.mkdir()
     digest = model(tmp_path, b"some weights")
     assert EndRule.of(tmp_path, rules) is None
-    rule = {"bias": 0.5, "weights": [1.0, -2.0]}
+    size = len(b"some weights")
+    rule = {"model_bytes": size, "bias": 0.5, "weights": [1.0, -2.0]}
     (rules / f"{digest}.json").write_text(json.dumps(rule))
     found = EndRule.of(tmp_path, rules)
     assert found is not None

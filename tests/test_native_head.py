@@ -298,7 +298,7 @@ def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
     for index, (chain, tree) in enumerate(zip(chains, trees, strict=True)):
         tree.check()
         count, depth = wanted[index].shape.siblings, len(chain)
-        assert len(tree) == depth * (1 + count) and tree.first(depth) == chain
+        assert len(tree) == depth * (1 + count) and tree.subtree(range(depth)) == chain
         length = len(features[index])
         tokens = torch.tensor(plain[index].sequence.token_ids[1:])
         table = tuple(plain[index].sequence.block_ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -149,15 +150,7 @@ def traces_router(traces: TraceWriter) -> APIRouter:
             since_ms, until_ms = period_ms(
                 compare_since, compare_until, ("compare_since", "compare_until")
             )
-            compare_with = TraceFilter(
-                session_id=chosen.session_id,
-                outcomes=chosen.outcomes,
-                min_voice_to_voice_ms=chosen.min_voice_to_voice_ms,
-                since_ms=since_ms,
-                until_ms=until_ms,
-                over_budget=chosen.over_budget,
-                engine=chosen.engine,
-            )
+            compare_with = replace(chosen, since_ms=since_ms, until_ms=until_ms)
         return query.stats(chosen, bucket_s=bucket_s, compare_with=compare_with)
 
     @router.get("/{turn_id}")

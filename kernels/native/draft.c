@@ -311,7 +311,7 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     float probability, sum, *logits = s->logits + (int64_t)segment * s->model->num_words;
     float fraction = batch->fractions[at];
     int word = pn_choose_word(logits, s->model->num_words, fraction, batch->guess_reach, choice,
-                           &probability, &sum);
+                              &probability, &sum);
     s->products[segment] *= probability;
     if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
     s->chain_lengths[segment] = p->pass + 1;

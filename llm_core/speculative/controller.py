@@ -87,8 +87,6 @@ class AutoController:
 
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
         """The drafts that are worth their rows."""
-        if len(trees) == 1 and trees[0].is_chain:
-            return [trees[0].first(self._best_chain_len(trees[0], situation))]
         paths = [self._paths(tree) for tree in trees]
         drafts = sorted(
             (-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)
@@ -119,29 +117,6 @@ class AutoController:
             tree.subtree(sorted(chosen)) if chosen else EMPTY
             for tree, chosen in zip(trees, kept, strict=True)
         ]
-
-    def _best_chain_len(self, tree: DraftTree, situation: Situation) -> int:
-        """What ``choose`` finds for one chain, whose paths only get less likely: no sorting."""
-        rows, path, gained = situation.num_rows, 1.0, 0.0
-        plain_ns = self._cost.ns(rows)
-        gains, costs = [], []
-        for count, said in enumerate(tree.probabilities, 1):
-            path *= self._truth.corrected(said)
-            gained += path
-            gains.append(gained)
-            costs.append(self._cost.ns(rows + count))
-        rate = self._rate(situation)
-        if not self._record.drafted_ns.num_seen:  # nothing better is known than this step's best
-            rates = ((1 + gained) / ns for gained, ns in zip(gains, costs, strict=True))
-            rate = max([rate, *rates])
-        best, best_count, self._tokens = 0.0, 0, 1.0
-        for count, (gained, ns) in enumerate(zip(gains, costs, strict=True), 1):
-            worth = gained - rate * (ns - plain_ns)
-            if worth > best:
-                best, best_count, self._tokens = worth, count, 1 + gained
-        if best_count and self._kind == _PLAIN:
-            self._kind = _OTHER  # what a guide forces: neither with drafts nor without
-        return best_count
 
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
         self._kind = _DRAFTED

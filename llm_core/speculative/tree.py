@@ -30,17 +30,6 @@ class DraftTree:
         return cls(tuple(token_ids), parents, tuple(probabilities))
 
     @property
-    def is_chain(self) -> bool:
-        """Each draft follows the one before."""
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
-
-    def first(self, count: int) -> DraftTree:
-        """The first ``count`` drafts; parents come before their children."""
-        if count >= len(self):
-            return self
-        return DraftTree(self.token_ids[:count], self.parents[:count], self.probabilities[:count])
-
-    @property
     def row_parents(self) -> tuple[int, ...]:
         """``Segment.parents`` where row 0 is the sequence's last token and row i + 1 is draft i."""
         return (-1, *(parent + 1 for parent in self.parents))
