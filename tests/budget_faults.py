@@ -79,7 +79,7 @@ async def turns(
     }
     async with call(engine, *["How is it there?"] * num_turns, settings=settings) as c:
         network = StalledNetwork(c.clock)
-        c.session._sink = c.out = network
+        c.sink = c.out = network
         if "filler" in policies:
             object.__setattr__(c.services, "filler", Filler("Let me see.", c.synthesizer))  # type: ignore[arg-type]
         if "smaller_model" in policies:

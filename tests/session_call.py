@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from app.conversation.events import SessionEvent, Sink
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from llm_core import ChatMessage
@@ -31,17 +32,23 @@ class Call:
     def __init__(self, engine: ScriptedEngine, *texts: str, **changes: Any) -> None:
         settings = changes.pop("settings", {})
         tools = changes.pop("server", None)
+        clock = changes.pop("clock", None)
         self.engine = engine
         self.recognizer = ScriptedRecognizer(*texts)
         self.synthesizer = ToneSynthesizer()
-        self.clock = engine.clock if isinstance(engine, PacedEngine) else ManualClock()
+        self.clock = engine.clock if isinstance(engine, PacedEngine) else clock or ManualClock()
         self.paced = PacedExecutor(self.clock) if isinstance(engine, PacedEngine) else None
         self.services = fake_services(
             engine, self.recognizer, self.synthesizer, tools, self.paced, **settings
         )
         self.out = Recorder()
+        self.sink: Sink = self.out
+        """Where the events go; a test may put something of its own in between, or in its place."""
         config = SessionConfig(**{"instructions": "Be brief.", "send_traces": True, **changes})
-        self.session = Session(self.services, config, self.out, self.clock)
+        self.session = Session(self.services, config, self._take, self.clock)
+
+    async def _take(self, event: SessionEvent) -> None:
+        await self.sink(event)
 
     async def hear(self, payload: bytes) -> None:
         """Audio at speaking pace, in chunks of 20 ms."""

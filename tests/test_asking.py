@@ -27,8 +27,8 @@ MS = 1_000_000
 
 
 def budget_of(c: Call) -> TurnBudget:
-    assert c.session._last_turn is not None
-    return c.session._last_turn._budget
+    assert c.session._responses.last is not None
+    return c.session._responses.last._budget
 
 
 async def test_an_early_answer_has_no_deadline_until_it_is_wanted() -> None:
@@ -52,7 +52,7 @@ async def test_while_it_is_spoken_the_next_words_are_needed_when_the_audio_runs_
         await c.ask()
         await c.clock.advance(1.0)
         (reply,) = engine.replies_opened
-        turn = c.session._turn
+        turn = c.session._responses.running
         assert turn is not None
         made = sum(len(text.strip()) for text in c.synthesizer.spoken) * 1_000 / 24_000
         dry_ns = c.clock.now_ns() + turn._output.playout.remaining_s(c.clock.now_ns()) * 1e9

@@ -130,7 +130,7 @@ async def until_sent(c: Call) -> None:
     """Listen until the answer is sent whole; its end is still being heard."""
     while not c.out.of(ResponseDone):
         await c.hear(silence(0.02))
-    assert c.session._last_turn is not None and c.session._last_turn.is_playing
+    assert c.session._responses.last is not None and c.session._responses.last.is_playing
 
 
 async def test_mhm_over_the_end_of_an_answer_is_no_turn_and_cuts_nothing() -> None:
@@ -300,7 +300,7 @@ class Player:
         self._silent_at: int | None = None
         self._spoken = c.synthesizer.spoken
         self._is_answered = False
-        record = c.session._sink
+        record = c.sink
 
         async def sink(event: Any) -> None:
             now = c.clock.now_ns()
@@ -312,7 +312,7 @@ class Player:
                 self._silent_at = self._silent_at or now
             await record(event)
 
-        c.session._sink = sink
+        c.sink = sink
 
     @staticmethod
     def _ns(num_samples: int) -> int:

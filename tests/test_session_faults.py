@@ -156,7 +156,7 @@ async def test_one_response_at_a_time_and_the_next_at_once() -> None:
             if isinstance(event, ResponseDone) and not asked_again:
                 asked_again.append(asyncio.create_task(c.session.create_response()))
 
-        c.session._sink = ask_at_once
+        c.sink = ask_at_once
         await c.session.create_response()
         try:
             await c.session.create_response()

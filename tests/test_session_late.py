@@ -210,7 +210,7 @@ async def test_no_sample_leaves_after_stop_even_if_the_pacing_ends_just_then() -
     async with call(ScriptedEngine("A long answer " * 8)) as c:
         await c.session.create_response()
         await c.clock.advance(1.05)
-        turn = c.session._turn
+        turn = c.session._responses.running
         assert turn is not None
         num_sent = len(c.out.of(OutputAudio))
         # The sleeper is woken and the turn is stopped in the same round of the loop.

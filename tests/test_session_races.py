@@ -65,7 +65,7 @@ async def test_closed_in_the_round_in_which_a_held_answer_is_taken() -> None:
 
         def start_and_close(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
             task = start(work)
-            if work.__qualname__ == "Session._run_turn":  # before its first step
+            if work.__qualname__ == "Responses._run":  # before its first step
                 closing.append(asyncio.ensure_future(c.session.close()))
                 task.cancel()
             return task
@@ -81,7 +81,7 @@ async def test_stopped_in_the_round_in_which_the_last_sample_left() -> None:
         async with call(ScriptedEngine("Twenty letters here."), "Stop.") as c:
             await c.session.create_response()
             await settle(rounds)
-            if c.session._turn is None:
+            if c.session._responses.running is None:
                 return  # it has ended: all rounds have been tried
             await c.session.cancel_response()
             # No time has passed: not one word was heard, in whichever way the response ended.
@@ -182,7 +182,7 @@ async def test_a_written_reply_that_was_read_in_part_is_not_owed() -> None:
                 written.append(event.text)
                 engine.gate.clear()
 
-        c.session._sink = hold_after_one_word
+        c.sink = hold_after_one_word
         await c.ask()
         assert written and not c.out.of(ResponseDone), "some is written, not all"
         await c.hear(voice(0.2) + silence(0.7))  # a clap
@@ -207,7 +207,7 @@ async def _break(c: Call) -> None:
     async def sink(event: SessionEvent) -> None:
         raise RuntimeError("a fault behind the sink")
 
-    c.session._sink = sink
+    c.sink = sink
 
 
 async def test_a_sink_that_fails_leaves_nothing() -> None:

@@ -379,7 +379,7 @@ def random_call(rng: random.Random, output: AudioFormat, **changes: Any) -> tupl
     """A call (see ``call``) in which everything takes a random while, and its engine."""
     clock = ManualClock()
     engine = RandomEngine(rng, clock)
-    return call(engine, output_format=output, **changes), clock
+    return call(engine, output_format=output, clock=clock, **changes), clock
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -388,14 +388,12 @@ async def test_a_conversation_at_random(seed: int) -> None:
     output = rng.choice(FORMATS)
     opened, clock = random_call(rng, output, settings={"eager_reply": rng.random() < 0.8})
     async with opened as c:
-        hearing = c.session._hearing
-        c.clock = c.session._clock = hearing._clock = hearing._transcriber._clock = clock
         object.__setattr__(c.services, "workers", late := LateExecutor(rng))
         vars(c.services.speaking).update(_workers=late)
         vars(c.services.recognition).update(_workers=late, _recognizer=RandomRecognizer(rng))
         judge = Judge(clock)
         judge.format = output
-        c.session._sink = judge
+        c.sink = judge
         driver = Driver(rng, c, judge)
         for _ in range(40):
             await driver.step()
@@ -422,7 +420,7 @@ async def test_what_is_kept_is_what_was_heard(means: str) -> None:
         after_s = rng.uniform(0.0, 4.5)
         async with call(ScriptedEngine(LONG), "Stop.", settings={"max_turn_s": 1.0}) as c:
             judge = Judge(c.clock)
-            c.session._sink = judge
+            c.sink = judge
             await c.session.create_response()
             await c.clock.advance(after_s)
             if means == "voice":
@@ -430,7 +428,7 @@ async def test_what_is_kept_is_what_was_heard(means: str) -> None:
             elif judge.active is not None:
                 await c.session.cancel_response()
             await settle()
-            assert judge.active is None or c.session._turn is not None
+            assert judge.active is None or c.session._responses.running is not None
             if judge.problems:
                 raise judge.problems[0]
             kept = "".join(message.content for message in c.messages())
@@ -456,7 +454,8 @@ async def test_hanging_up_in_the_middle_of_anything(rounds: int) -> None:
         tail = c.session.append_audio(silence(0.4), c.clock.now_ns())
         serving = asyncio.create_task(tail)
         await settle(rounds)
-        if c.session._turn is not None and not c.session._turn._released.is_set():
+        running = c.session._responses.running
+        if running is not None and not running._released.is_set():
             await settle(1)  # see test_session_races: closing in the very round of the start
         serving.cancel()
     # `call` checks that no task and no generation is left.
@@ -465,7 +464,7 @@ async def test_hanging_up_in_the_middle_of_anything(rounds: int) -> None:
 async def test_an_item_deleted_while_it_is_spoken_stays_deleted() -> None:
     async with call(ScriptedEngine(LONG, "Sure."), "Stop.") as c:
         judge = Judge(c.clock)
-        c.session._sink = judge
+        c.sink = judge
         await c.session.create_response()
         await c.clock.advance(0.5)
         assert judge._open is not None

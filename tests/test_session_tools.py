@@ -195,7 +195,7 @@ async def test_a_tool_of_ours_runs_here_and_the_answer_goes_on() -> None:
         assert engine.requests[1][2].content == "Let me see."
         assert done.response.usage.input_tokens == 20, "of both of the model's replies"
         # The next prompt begins as this one did: what is in the cache stays useful.
-        assert c.session._prompt()[: len(engine.requests[1])] == engine.requests[1]
+        assert c.session._responses.prompt()[: len(engine.requests[1])] == engine.requests[1]
         facts = recent(c.services.traces.store, 1)[0]["facts"]
         assert facts["tool_calls"] == 1
 

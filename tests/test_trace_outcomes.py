@@ -137,7 +137,7 @@ async def test_200_turns_add_up_and_equal_the_silence_in_the_recording() -> None
     async with paced_call("Yes it is. And more of it.", texts=texts) as c:
         assert isinstance(c.engine, PacedEngine) and c.paced is not None
         ear = Ear(c.clock)
-        c.session._sink = ear
+        c.sink = ear
         for number in range(num_turns):
             c.engine.queue_s = rng.choice((0.0, 0.01, 0.3))
             c.engine.prefill_s = rng.choice((0.01, 0.2))
@@ -186,7 +186,7 @@ async def test_a_slow_stage_shows_up_in_that_stage_and_nowhere_else(stage: str) 
             c.engine.token_s += fault_s / 3 * (stage == "decode")  # three words to the clause
             c.paced.delays_s["transcribe"] += fault_s * (stage == "asr")
             c.paced.delays_s["_synthesize"] += fault_s * (stage == "tts")
-            c.session._sink = Network(c.clock, fault_s * (stage == "send"))
+            c.sink = Network(c.clock, fault_s * (stage == "send"))
             await c.ask()
             await c.clock.advance(20)
             (turn,) = records(c)

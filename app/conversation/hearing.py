@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.clock import Clock
-from app.conversation.events import Item, Part
+from app.conversation.events import (
+    Item,
+    Part,
+    SessionEvent,
+    TranscriptionCompleted,
+    TranscriptionDelta,
+)
 from app.conversation.ids import new_id
 from app.conversation.listener import RATE, Listener
 from app.conversation.services import Services
@@ -75,6 +81,17 @@ class HeardTurn:
         trace.mark("asr_final", settled.at_ns)
         trace.note_transcript(settled.transcript)
         return None
+
+    def transcript_events(self) -> list[SessionEvent]:
+        """What the client has not been told yet of the words, once they are settled: the rest, if
+        that can be added to what was told, and all of them."""
+        part = self.item.content[0]
+        text = part.text or ""
+        events: list[SessionEvent] = []
+        if rest := rest_after(self.told, text):
+            events.append(TranscriptionDelta(self.item.id, rest))
+        events.append(TranscriptionCompleted(self.item.id, text, part.audio_ms / 1000))
+        return events
 
 
 class Hearing:
@@ -318,8 +335,3 @@ def place_of_end(
     voiced_len = len(samples) if last_voiced_sample is None else last_voiced_sample - start_sample
     sample = start_sample + find_voice_end(samples, voiced_len)
     return VoicePlace(sample, listener.spoken_ns(sample))
-
-
-def untold(told: str, text: str) -> str:
-    """What of the final ``text`` the client has not been told; "" when that cannot be added."""
-    return rest_after(told, text) or ""

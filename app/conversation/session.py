@@ -1,4 +1,4 @@
-"""One caller: the listening loop, the items, and the turn that is being answered.
+"""One caller: the listening loop, the items, and when to answer.
 
 A session is driven from outside by its public methods (one at a time, in the order of the client's
 events) and tells everything that happens through its sink. All of it runs on one event loop.
@@ -7,8 +7,6 @@ events) and tells everything that happens through its sink. All of it runs on on
 from __future__ import annotations
 
 import asyncio
-import logging
-from functools import partial
 
 from app.clock import Clock, MonotonicClock
 from app.conversation import dialog as floor
@@ -22,18 +20,13 @@ from app.conversation.events import (
     ItemDeleted,
     ItemDone,
     ItemTruncated,
-    Part,
-    PlaybackCut,
-    ResponseDone,
     Sink,
     SpeechStarted,
     SpeechStopped,
-    TranscriptionCompleted,
     TranscriptionDelta,
     TranscriptionFailed,
-    TurnTraced,
 )
-from app.conversation.hearing import HeardTurn, Hearing, untold
+from app.conversation.hearing import HeardTurn, Hearing
 from app.conversation.history import History
 from app.conversation.idle import PROMPT, IdleWatch
 from app.conversation.ids import new_id
@@ -41,20 +34,17 @@ from app.conversation.interruptions import is_sure, lingers
 from app.conversation.listener import RATE
 from app.conversation.rejoin import withdrawable
 from app.conversation.requests import ResponseRequest, no_active_response, response_is_active
+from app.conversation.responses import Responses
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
-from app.conversation.upkeep import tend
 from app.errors import ClientError
-from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
 from audio import turn_end
 from audio.endpoint import VoiceEnded
 from llm_core import ChatMessage
-
-log = logging.getLogger(__name__)
 
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
 _STALL_S = 1.5
@@ -74,19 +64,31 @@ class Session:
     ) -> None:
         self.id = new_id("sess")
         self.config = config
-        self._services = services = services.for_conversation(self.id)
+        self._services = services.for_conversation(self.id)
         self._sink = sink
         self._clock = clock or MonotonicClock()
-        self._hearing = Hearing(services, config, self._clock)
-        self._dialog = floor.Dialog(floor.Rules())
-        self._history = History()
-        self._floor = asyncio.Lock()  # one event and its actions at a time
-        self._turn: Turn | None = None  # the running one
-        self._turn_task: asyncio.Task[None]
-        self._last_turn: Turn | None = None
         self._tasks = Tasks(self.id)
-        self._ahead, self._idle = Ahead(), IdleWatch()
-        self._num_commits = self._last_audio_ns = 0
+        self._hearing = Hearing(self._services, config, self._clock)
+        self._dialog = floor.Dialog(floor.Rules())
+        self._floor = asyncio.Lock()  # one event and its actions at a time
+        self._history = History()
+        self._ahead = Ahead()
+        self._responses = Responses(
+            self.id,
+            self._services,
+            config,
+            sink,
+            self._clock,
+            self._tasks,
+            history=self._history,
+            hearing=self._hearing,
+            ahead=self._ahead,
+            dialog=self._dialog,
+            perform=self._perform_in_turn,
+        )
+        self._idle = IdleWatch()
+        self._last_audio_ns = 0
+        self._num_commits = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
         self._follow(config)
 
@@ -100,7 +102,7 @@ class Session:
             quiet_s = (now_ns - self._last_audio_ns) / 1e9
             if self._dialog.caller is not floor.Caller.SILENT and quiet_s > _STALL_S:
                 await self._end_speech()
-            is_quiet = self.is_idle and self._last_turn is not None
+            is_quiet = self.is_idle and self._responses.last is not None
             if self._idle.is_due(self.config.turn_detection, now_ns, is_quiet=is_quiet):
                 await self._speak_up(now_ns - self._idle.since_ns)
 
@@ -119,15 +121,13 @@ class Session:
         """Stop everything that runs for this caller; returns when nothing is left."""
         self._hearing.close()
         await self._tasks.close()
-        if self._turn is not None:  # its task may have been cancelled before its first step
-            await self._turn.discard()
-            if self._turn.trace.end_if_open(self._clock.now_ns()):
-                self._services.traces.add(self._turn.trace.to_dict())
+        await self._responses.close()
         await self._ahead.close()
 
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""
         old, self.config = self.config, config
+        self._responses.follow(config)
         if old.listening != config.listening:
             async with self._floor:
                 self._hearing.listener.configure(config)
@@ -138,15 +138,15 @@ class Session:
 
     async def append_audio(self, payload: bytes, received_ns: int) -> None:
         """Take audio in the session's input format. Raises ClientError."""
-        listener = self._hearing.listener
+        listener, responses = self._hearing.listener, self._responses
         for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
             for event in listener.feed(samples, received_ns):
-                self._dialog.lingers = lingers(self._last_turn, self._turn)
+                self._dialog.lingers = lingers(responses.last, responses.running)
                 await self._feed(event)
             if self._dialog.caller is floor.Caller.SPEAKING:
                 await self._follow_words()
-            if self._dialog.is_held and is_sure(self._hearing.turn_s, self._turn):
+            if self._dialog.is_held and is_sure(self._hearing.turn_s, responses.running):
                 await self._feed(floor.InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not floor.Caller.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
@@ -157,12 +157,12 @@ class Session:
         """Tell the words that have become certain, and let the model read them."""
         self._hearing.follow_words()
         new = self._hearing.take_stable()
-        if new and self._dialog.is_held and self._hearing.means_to_stop(self._last_turn):
+        if new and self._dialog.is_held and self._hearing.means_to_stop(self._responses.last):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
         if self._ahead.is_idle and (words := self._hearing.take_prompt()):
-            said = [*self._prompt(), ChatMessage("user", words)]
+            said = [*self._responses.prompt(), ChatMessage("user", words)]
             self._ahead.do(warm(self._services.engine, self.config, said))
 
     async def commit_audio(self) -> None:
@@ -195,11 +195,10 @@ class Session:
     @property
     def is_idle(self) -> bool:
         """Nobody speaks, nothing is being answered, and what was said has been heard."""
-        is_heard = self._last_turn is None or not self._last_turn.is_playing
         return (
             self._dialog.caller is floor.Caller.SILENT
             and not self._dialog.has_response
-            and is_heard
+            and not self._responses.is_playing
         )
 
     @property
@@ -225,7 +224,7 @@ class Session:
 
     async def create_response(self, request: ResponseRequest | None = None) -> None:
         """Answer what was said so far. Raises ClientError while a response is active."""
-        if self._dialog.has_response or self._turn is not None:
+        if self._dialog.has_response or self._responses.running is not None:
             raise response_is_active()
         # A turn whose words were known before the client asked has waited for the client, not for
         # us: the time since then is nobody's latency.
@@ -234,9 +233,12 @@ class Session:
 
     async def cancel_response(self, response_id: str | None = None) -> None:
         """Stop the active response. Raises ClientError when there is none, or another one."""
-        turn = self._turn
-        active = turn is not None and response_id in (None, turn.response.id)
-        if not active and not (self._dialog.has_response and turn is None and response_id is None):
+        running = self._responses.running
+        if running is not None:
+            is_active = response_id in (None, running.response.id)
+        else:  # one that waits for the words of its turn has no id yet
+            is_active = response_id is None and self._dialog.has_response
+        if not is_active:
             raise no_active_response(response_id)
         await self._feed(floor.CancelRequested())
 
@@ -244,26 +246,30 @@ class Session:
 
     async def _feed(self, event: floor.DialogEvent) -> None:
         async with self._floor:
-            for action in self._dialog.feed(event):
-                await self._perform(action)
+            await self._perform_all(self._dialog.feed(event))
+
+    async def _perform_in_turn(self, actions: list[floor.Action]) -> None:
+        async with self._floor:
+            await self._perform_all(actions)
+
+    async def _perform_all(self, actions: list[floor.Action]) -> None:
+        for action in actions:
+            await self._perform(action)
 
     async def _perform(self, action: floor.Action) -> None:
         match action:
             case floor.AnnounceSpeech():
                 await self._announce(action.start_sample)
             case floor.StopResponse():
-                await self._stop_response(action.reason)
+                await self._responses.stop(action.reason)
             case floor.HoldResponse():
-                assert self._turn is not None, "an answer that sounds is running"
-                if self._turn.hold():
-                    await self._silence(may_go_on=True)
+                await self._responses.hold()
             case floor.ReleaseResponse():
-                if self._turn is not None:
-                    self._tasks.start(self._turn.release())
+                self._responses.release()
             case floor.DropSpeech():
                 await self._drop_speech()
             case floor.CutPlayback():
-                await self._cut_playback()
+                await self._responses.cut_playback()
             case floor.TryTranscript():
                 early = self._hearing.try_words(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
@@ -284,7 +290,7 @@ class Session:
         start_ms = self._hearing.begin(start_sample)
         await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
-        self._ahead.do(warm(self._services.engine, self.config, self._prompt()))
+        self._ahead.do(warm(self._services.engine, self.config, self._responses.prompt()))
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
@@ -292,21 +298,13 @@ class Session:
         await self._ahead.discard()
         await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
-    async def _stop_response(self, reason: str) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            turn.stop(reason)
-            await self._silence()
-            await asyncio.wait([self._turn_task])
-        else:
-            await self._cut_playback()
-
     async def _rejoin(self) -> None:
         """The caller goes on with the turn that was taken for over: it and its answer vanish."""
-        ids = withdrawable(self._history, self._hearing.last, self._turn or self._last_turn)
-        if ids and self._turn is not None:
-            self._turn.response.is_withdrawn = True
-        await self._stop_response("turn_detected")
+        answer = self._responses.last
+        ids = withdrawable(self._history, self._hearing.last, answer)
+        if ids and answer is not None and answer is self._responses.running:
+            answer.response.is_withdrawn = True
+        await self._responses.stop("turn_detected")
         if ids:
             self._num_commits += 1  # nobody waits for the words of the first half any more
             self._heard = None
@@ -314,15 +312,6 @@ class Session:
             self._hearing.rejoin()
             for item_id in ids:
                 await self._sink(ItemDeleted(item_id))
-
-    async def _cut_playback(self) -> None:
-        if self._last_turn is not None:  # it has just ended by itself, but may still sound
-            self._last_turn.cut_to_heard()
-            await self._silence()
-
-    async def _silence(self, *, may_go_on: bool = False) -> None:
-        self._hearing.note_silence()
-        await self._sink(PlaybackCut(may_go_on))
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
         heard = self._hearing.take(heard_end, self.id)
@@ -342,97 +331,24 @@ class Session:
         await self._sink(ItemDone(item, previous_id))
 
     async def _settle(self, heard: HeardTurn, commit: int) -> None:
-        item, trace = heard.item, heard.trace
-        part = item.content[0]
         if error := await heard.settle(self._clock):
-            self._services.traces.add(trace.to_dict())
-            await self._sink(TranscriptionFailed(item.id, error.code, error.message))
+            self._services.traces.add(heard.trace.to_dict())
+            await self._sink(TranscriptionFailed(heard.item.id, error.code, error.message))
         elif self.config.transcribe:
-            await self._tell_transcript(item.id, part, heard.told)
+            for event in heard.transcript_events():
+                await self._sink(event)
         # Of turns in quick succession only the last one is answered (with all that was said).
         if commit == self._num_commits:
-            self._heard = trace
-            await self._feed(floor.TranscriptReady(bool(part.text)))
+            self._heard = heard.trace
+            await self._feed(floor.TranscriptReady(has_words=bool(heard.item.content[0].text)))
             if not self._dialog.has_response:
                 await self._ahead.discard()
 
-    async def _tell_transcript(self, item_id: str, part: Part, told: str) -> None:
-        text = part.text or ""
-        if rest := untold(told, text):
-            await self._sink(TranscriptionDelta(item_id, rest))
-        await self._sink(TranscriptionCompleted(item_id, text, part.audio_ms / 1000))
-
     async def _start_response(self, request: ResponseRequest) -> None:
-        if self._turn is not None or self._dialog.bot is not floor.Bot.THINKING:
+        if self._responses.running is not None or self._dialog.bot is not floor.Bot.THINKING:
             return  # the floor was lost while this was on its way
         heard, self._heard = self._heard, None
-        turn = None
-        if request == ResponseRequest():
-            turn = await self._ahead.take(self.config, self._prompt())
-        else:
-            await self._ahead.discard()
-        turn = turn or self._make_turn(request)
-        if heard is not None:
-            turn.trace.join(heard)
-        else:
-            turn.trace.begin_typed(self._clock.now_ns())
-            if self._services.settings.record:
-                turn.trace.record()
-        turn.trace.facts.update(self._ahead.take_wasted())
-        turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
-        turn.on_audio_started = partial(self._on_audio_started, turn)
-        turn.on_sound = self._hearing.note_sound
-        self._turn = self._last_turn = turn
-        self._turn_task = self._tasks.start(self._run_turn(turn))
-
-    def _make_turn(
-        self, request: ResponseRequest, messages: list[ChatMessage] | None = None
-    ) -> Turn:
-        config = request.applied_to(self.config)
-        if messages is None:
-            messages = request.messages(self._history, config, self._services.tools)
-        response = request.response(config)
-        trace = TurnTrace(new_id("turn"), self.id, response.id)
-        return Turn(
-            self._services,
-            self._clock,
-            self._sink,
-            self._history,
-            config,
-            messages,
-            response,
-            trace,
-            prefilled=self._ahead.work,
-        )
-
-    async def _run_turn(self, turn: Turn) -> None:
-        turn_id.set(turn.trace.turn_id)
-        try:
-            await turn.run()
-        finally:
-            # Also of a turn that the end of the call cuts short.
-            traced = turn.trace.to_dict()
-            self._services.traces.add(traced, turn.trace.audio)
-        actions: list[floor.Action] = []
-        # A stopped turn has given up the floor already; another one may have it by now. The floor
-        # is free before the client hears of the end, so that it may ask again at once.
-        if self._turn is turn:
-            self._turn = None
-            actions = self._dialog.feed(floor.ResponseFinished())
-            if self._ahead.is_idle:
-                self._ahead.do(tend(self._services, self.config, self._history))
-        await self._sink(ResponseDone(turn.response))
-        log.info("turn ended", extra=turn_fields(self._services.settings, traced))
-        if self.config.send_traces:
-            await self._sink(TurnTraced(traced))
-        if actions:  # else whoever stopped this turn holds the floor and waits for us
-            async with self._floor:
-                for action in actions:
-                    await self._perform(action)
-
-    def _on_audio_started(self, turn: Turn) -> None:
-        if self._turn is turn:
-            self._dialog.feed(floor.AudioStarted())
+        await self._responses.start(request, heard)
 
     # --- ahead of certainty ---
 
@@ -441,30 +357,33 @@ class Session:
         start = self._hearing.start_sample
         heard = (await asyncio.shield(early)).transcript
         if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-            await self._feed(
-                floor.InterruptionJudged(self._hearing.means_to_stop(self._last_turn, heard.text))
-            )
+            is_meant = self._hearing.means_to_stop(self._responses.last, heard.text)
+            await self._feed(floor.InterruptionJudged(is_meant))
         if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
             return
         if self._hearing.start_sample < start:  # the words were only the second half of a turn
             early = self._hearing.try_words(last_voiced)
             heard = (await asyncio.shield(early)).transcript
-        said = [*self._prompt(), ChatMessage("user", words := heard.text)]
-        # After a whole sentence most likely it is over: the answer need not wait for the judgement.
-        is_whole = turn_end.judge(words) in turn_end.FINISHED
-        answer = await self._begin_answer(said) if is_whole else None
+        said = [*self._responses.prompt(), ChatMessage("user", heard.text)]
+        answer = None
+        if turn_end.judge(heard.text) in turn_end.FINISHED:
+            # Most likely it is over: the answer need not wait for the judgement.
+            answer = await self._begin_answer(said)
         if answer is not None:
             await answer.until_first_token()  # else the model would read the same words twice
         events, left_ms = await self._hearing.judge_pause(said, last_voiced, heard)
         for event in events:
             await self._feed(event)
-        if answer is None and left_ms > _LONG_WAIT_MS:
+        if answer is not None:
+            return
+        if left_ms > _LONG_WAIT_MS:
             # Most likely the caller goes on: no work for nothing until the wait is nearly over.
             await self._clock.sleep((left_ms - _LONG_WAIT_MS) / 1000)
-        if answer is None and words:
-            answer = await self._begin_answer(said)
-            if answer is None and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
-                await warm(self._services.engine, self.config, said)
+        if not heard.text:
+            return
+        answer = await self._begin_answer(said)
+        if answer is None and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
+            await warm(self._services.engine, self.config, said)
 
     async def _begin_answer(self, said: list[ChatMessage]) -> Turn | None:
         """Hold an answer to ``said``, if it may be wanted and there is time for it."""
@@ -475,14 +394,11 @@ class Session:
             wanted = self._services.settings.eager_reply and self._dialog.will_answer
             if not wanted or not self._services.load.may_speculate():
                 return None
-            answer = self._make_turn(ResponseRequest(), said)
+            answer = self._responses.make(ResponseRequest(), said)
             await self._ahead.hold(answer)
             return answer
 
     # --- helpers ---
-
-    def _prompt(self) -> list[ChatMessage]:
-        return ResponseRequest().messages(self._history, self.config, self._services.tools)
 
     def _follow(self, config: SessionConfig) -> None:
         self._dialog.rules = floor.Rules.of(config.turn_detection)
@@ -492,8 +408,7 @@ class Session:
         actions = self._dialog.forget_caller()
         self._hearing.forget()
         await self._ahead.discard()
-        for action in actions:
-            await self._perform(action)
+        await self._perform_all(actions)
 
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""
