@@ -8,13 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from llm_core.attention_window import AttentionWindow
 from llm_core.batch import ForwardResult
 from llm_core.block_tables import BlockTables
 from llm_core.chat_template import ChatTemplate
-from llm_core.downgrade import SHORT_ANSWER_TOKENS, Outlook, choose
 from llm_core.errors import InvalidRequestError, LlmError, RequestTimeoutError
 from llm_core.generation import Generation
 from llm_core.messages import (
@@ -31,24 +28,22 @@ from llm_core.messages import (
     Speculation,
 )
 from llm_core.model_files import open_model
+from llm_core.pins import Pins
 from llm_core.policy import make_policy
 from llm_core.prompt import Prompt
 from llm_core.request import NO_OPTIONS, Request, RequestMaker
+from llm_core.row_budget import LARGEST_CHUNK, RowBudget
 from llm_core.runner import ModelRunner
 from llm_core.sampler import ChunkRow
 from llm_core.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
-from llm_core.speculative.accept import accept
 from llm_core.speculative.choice import make_controller, make_drafter
 from llm_core.speculative.control import Controller
 from llm_core.speculative.drafter import Drafter
 from llm_core.speculator import Speculator
 from llm_core.step import rows_by_chunk
-from llm_core.step_cost import StepCost
 from llm_core.step_pipeline import Flight, StepPipeline
 from llm_core.tokenizer import Tokenizer
-
-_LEAST_CHUNK, _LARGEST_CHUNK = 16, 512  # rows of a prompt in one step
 
 Output = tuple[int, GenerationEvent | PrefillResult | LlmError]
 
@@ -84,13 +79,18 @@ class Engine:
         self._make = RequestMaker(tokenizer, template, runner.max_context, clock)
         self._clock = clock
         self._requests: dict[int, Request] = {}
-        self._pinned: list[TokenSequence] = []
-        self._num_timeouts = self._num_downgraded = 0
-        self._cost = StepCost()
-        self._max_step_ns = None if max_step_ms is None else max_step_ms * 1_000_000
+        self._pins = Pins(self.scheduler.tables)
+        self._row_budget = RowBudget(self.scheduler, max_step_ms)
         self._speculator: Speculator | None = None
-        given = (runner, self.scheduler.tables, self._vocab_size)
-        self._steps = StepPipeline(*given, overlaps=overlap_steps, clock=clock)
+        self._steps = StepPipeline(
+            runner,
+            self.scheduler.tables,
+            self._vocab_size,
+            overlaps=overlap_steps,
+            clock=clock,
+        )
+        self._num_timeouts = 0
+        self._num_downgraded = 0
         self._limit_length()
 
     def speculate(self, drafter: Drafter | None, controller: Controller) -> None:
@@ -146,23 +146,15 @@ class Engine:
 
         Raises InvalidRequestError, PromptTooLongError, EngineBusyError.
         """
-        self._make.check(params)
-        reply_len, continues = self._make.reply_len(params), params.continue_last
-        prompt, downgrades = choose(
-            options.downgrades,
-            Outlook(lambda p: self._first_token_ns(p, options), self._clock(), options.deadline_ns),
-            self._make.prompt(messages, options, reply_len, continues_last=continues),
-            lambda: self._make.last_turn(messages, reply_len, continues_last=continues),
+        request = self._make.reply(
+            request_id,
+            messages,
+            params,
+            options,
+            received_ns=received_ns,
+            first_token_ns=lambda prompt: self._first_token_ns(prompt, options),
         )
-        if "shorter_answer" in downgrades:
-            max_tokens = min(params.max_tokens, SHORT_ANSWER_TOKENS)
-            params = msgspec.structs.replace(params, max_tokens=max_tokens)
-        self._num_downgraded += bool(downgrades)
-        request = self._make.request(request_id, prompt, options, received_ns=received_ns)
-        request.sequence.downgrades = downgrades
-        request.generation = self._make.generation(
-            request.sequence, params, received_ns=received_ns
-        )
+        self._num_downgraded += bool(request.sequence.downgrades)
         self._add(request)
 
     def submit_prefill(
@@ -189,22 +181,15 @@ class Engine:
         prompt_len = len(prompt.token_ids)
         if prompt_len == 0:
             raise InvalidRequestError("messages: the template begins with the user's words")
-        if any(s.token_ids == prompt.token_ids and s.salt == salt for s in self._pinned):
+        if self._pins.holds(prompt.token_ids, salt):
             return PrefillResult(prompt_tokens=prompt_len, cached_tokens=prompt_len)
-        tables = self.scheduler.tables
-        num_blocks = self._num_pinned_blocks + tables.num_blocks_of(prompt_len)
-        if 4 * num_blocks > tables.pool.num_blocks:
-            raise InvalidRequestError(
-                f"pinned prompts would take {num_blocks} of {tables.pool.num_blocks} blocks of the "
-                "KV cache; at most a quarter can be pinned"
-            )
+        self._pins.check_room(prompt_len)
         options = RequestOptions(cache_salt=salt)
         request = self._make.request(
             request_id, prompt, options, received_ns=received_ns, is_open=True
         )
-        request.sequence.is_pinned = True
         self._add(request)
-        self._pinned.append(request.sequence)
+        self._pins.add(request.sequence)
         self._limit_length()
         return None
 
@@ -321,10 +306,10 @@ class Engine:
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
-            num_drafts=self.scheduler.num_parked - len(self._pinned),
+            num_drafts=self.scheduler.num_parked - len(self._pins),
             num_blocks=tables.pool.num_blocks,
             num_free_blocks=tables.num_available,
-            num_pinned_blocks=self._num_pinned_blocks,
+            num_pinned_blocks=self._pins.num_blocks,
             cached_tokens=tables.cache.cached_len,
             total_prompt_tokens=counts.prompt_tokens,
             total_hit_tokens=counts.hit_tokens,
@@ -339,23 +324,17 @@ class Engine:
         """When a prompt would have its first token if it were submitted now; None if unknown."""
         now_ns = self._clock()
         sequence = self._make.request(-1, prompt, options, received_ns=now_ns).sequence
-        ahead = self.scheduler.rows_ahead(sequence)
-        rows = ahead + self.scheduler.tables.uncached_len(sequence)
-        step_rows = min(rows, self.scheduler.mixed_budget)
-        step_ns = self._cost.duration_ns(step_rows + self.scheduler.num_running)
-        return None if step_ns is None else now_ns + step_ns * rows // step_rows
-
-    @property
-    def _num_pinned_blocks(self) -> int:
-        return sum(self.scheduler.tables.num_blocks_of(s.prompt_len) for s in self._pinned)
+        wait_ns = self._row_budget.wait_ns(sequence)
+        return None if wait_ns is None else now_ns + wait_ns
 
     def _limit_length(self) -> None:
         """The longest sequence must fit into the pool beside what is pinned, and with a block to
         spare for a copy; with a window, as much of it as is seen and a chunk."""
-        tables = self.scheduler.tables
-        room = tables.pool.num_blocks - self._num_pinned_blocks - 1
-        is_endless = room >= tables.num_needed(_LARGEST_CHUNK)
-        self._make.limit(self._runner.max_context if is_endless else room * tables.pool.block_size)
+        num_blocks = self._pins.num_blocks_left
+        longest = num_blocks * self._runner.block_size
+        if num_blocks >= self.scheduler.tables.num_needed(LARGEST_CHUNK):
+            longest = self._runner.max_context
+        self._make.limit(longest)
 
     def _draft(self, request_id: int) -> Request:
         request = self._requests.get(request_id)
@@ -412,20 +391,10 @@ class Engine:
             return []
         plan = flight.plan
         result, duration_ns = self._steps.result(flight)
-        self._learn(plan.num_rows, duration_ns)
+        self._row_budget.observe(plan.num_rows, duration_ns)
         if self._speculator is not None:
             self._speculator.ran(plan, self._generations(plan), duration_ns)
         return self._postprocess(flight, result, is_late=is_late)
-
-    def _learn(self, num_rows: int, duration_ns: int) -> None:
-        """A prompt's chunk is as long as its time allows; twice that when no stream waits."""
-        self._cost.observe(num_rows, duration_ns)
-        if self._max_step_ns is None:
-            return
-        rows, more = (self._cost.rows_within(n * self._max_step_ns) for n in (1, 2))
-        if rows is not None and more is not None:
-            self.scheduler.mixed_budget = min(max(rows, _LEAST_CHUNK), _LARGEST_CHUNK)
-            self.scheduler.prompt_budget = min(max(more, _LEAST_CHUNK), _LARGEST_CHUNK)
 
     def _postprocess(self, flight: Flight, result: ForwardResult, *, is_late: bool) -> list[Output]:
         """Tokens, events and ends that follow from a step. ``is_late`` as in ``_learn_of``."""
@@ -465,23 +434,7 @@ class Engine:
         drafts are right. Returns the rows that are text now, and the events."""
         generation, sequence = request.generation, chunk.sequence
         assert generation is not None, "only generations ask for logits"
-        events: list[GenerationEvent | LlmError] = []
-        if sequence.is_expecting:
-            sequence.take_back()
-        generation.speculation.add_drafts(chunk.tree)
-
-        def sample(row: int) -> int | None:
-            if row > 0:  # the draft is text: its row counts as computed
-                sequence.computed_len += 1
-                generation.speculation.add_accepted(sequence.computed_len - chunk.start - 1)
-            try:
-                events.extend(generation.advance(rows_of_chunk[row]))
-            except LlmError as error:
-                events.append(error)
-                return None
-            return None if generation.is_finished else sequence.token_ids[-1]
-
-        rows = accept(chunk.tree, sample)
+        rows, events = generation.advance_along(chunk.tree, rows_of_chunk)
         if chunk.tree:
             if rows[-1] != len(rows) - 1:  # else they follow one another already
                 self._runner.move_rows(sequence.block_ids, chunk.start, rows)
@@ -493,7 +446,7 @@ class Engine:
     def _end(self, sequence: TokenSequence) -> None:
         del self._requests[sequence.seq_id]
         if sequence.is_pinned:
-            self._pinned.remove(sequence)
+            self._pins.remove(sequence)
             self._limit_length()
         if self._speculator is not None:
             self._speculator.close(sequence)

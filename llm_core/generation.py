@@ -1,14 +1,14 @@
 """What one generation makes of its rows of logits: the next token, its text, and the end.
 
 The engine computes rows and hands them in; nothing here knows of batches, KV or other requests.
-``advance`` is the usual way; ``choose`` and ``accept`` are its halves, for who wants to look at a
-token before it is final.
+``advance`` is the usual way, and ``advance_along`` that of a step with drafts; ``choose`` and
+``accept`` are its halves, for who wants to look at a token before it is final.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llm_core.detokenizer import Detokenizer
@@ -26,6 +26,7 @@ from llm_core.messages import (
 )
 from llm_core.sampler import ChunkRow, FloatRow, SamplerState, sample_row, uniform
 from llm_core.sequence import TokenSequence
+from llm_core.speculative.accept import accept as accept_drafts
 from llm_core.speculative.counts import SpeculationCounts
 from llm_core.speculative.drafter import DraftRequest, DraftShape
 from llm_core.speculative.tree import DraftTree
@@ -80,6 +81,32 @@ class Generation:
         elif token_id < 0:
             raise LlmError("the model produced unusable logits")
         return self.accept(token_id, row.logits)
+
+    def advance_along(
+        self, tree: DraftTree, rows: Sequence[ChunkRow]
+    ) -> tuple[list[int], list[GenerationEvent | LlmError]]:
+        """Goes on from the sequence's last token and then from the drafts of ``tree``, as far as
+        they are right: ``rows`` are theirs. Returns which rows are text now, and what follows. An
+        error comes last; the request is then over."""
+        sequence = self._sequence
+        events: list[GenerationEvent | LlmError] = []
+        if sequence.is_expecting:
+            sequence.take_back()
+        computed_len = sequence.computed_len
+        self.speculation.add_drafts(tree)
+
+        def sample(row: int) -> int | None:
+            if row > 0:  # the draft is text: its row counts as computed
+                sequence.computed_len += 1
+                self.speculation.add_accepted(sequence.computed_len - computed_len)
+            try:
+                events.extend(self.advance(rows[row]))
+            except LlmError as error:
+                events.append(error)
+                return None
+            return None if self.is_finished else sequence.token_ids[-1]
+
+        return accept_drafts(tree, sample), events
 
     @property
     def chosen_elsewhere(self) -> tuple[SamplingParams, int] | None:

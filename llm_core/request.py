@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from llm_core.chat_template import ChatTemplate
-from llm_core.downgrade import last_turn
+from llm_core.downgrade import SHORT_ANSWER_TOKENS, Outlook, choose, last_turn
 from llm_core.errors import InvalidRequestError, PromptTooLongError
 from llm_core.generation import Generation
 from llm_core.guided import GuideCompiler
@@ -158,6 +160,35 @@ class RequestMaker:
         sequence.num_dropped = prompt.num_dropped
         expires_ns = None if is_open else _expires_ns(received_ns, options)
         return Request(sequence, options, expires_ns)
+
+    def reply(
+        self,
+        request_id: int,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        received_ns: int,
+        first_token_ns: Callable[[Prompt], int | None],
+    ) -> Request:
+        """One that generates. ``first_token_ns``: when a prompt would have its first token, were it
+        submitted now; if that is too late, what ``options`` allow is given up. Raises as
+        ``generation``."""
+        self.check(params)
+        reply_len, continues_last = self.reply_len(params), params.continue_last
+        prompt, downgrades = choose(
+            options.downgrades,
+            Outlook(first_token_ns, self._clock(), options.deadline_ns),
+            self.prompt(messages, options, reply_len, continues_last=continues_last),
+            lambda: self.last_turn(messages, reply_len, continues_last=continues_last),
+        )
+        if "shorter_answer" in downgrades:
+            max_tokens = min(params.max_tokens, SHORT_ANSWER_TOKENS)
+            params = msgspec.structs.replace(params, max_tokens=max_tokens)
+        request = self.request(request_id, prompt, options, received_ns=received_ns)
+        request.sequence.downgrades = downgrades
+        request.generation = self.generation(request.sequence, params, received_ns=received_ns)
+        return request
 
     def generation(
         self, sequence: TokenSequence, params: SamplingParams, *, received_ns: int

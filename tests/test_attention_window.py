@@ -211,7 +211,7 @@ def small_engine(window: AttentionWindow | None, num_blocks: int = 12) -> Engine
 def test_a_conversation_longer_than_the_pool_goes_on_and_says_that_it_slid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llm_core.engine._LARGEST_CHUNK", 16)
+    monkeypatch.setattr("llm_core.engine.LARGEST_CHUNK", 16)
     question = [ChatMessage("user", "hello " * 40)]
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(PromptTooLongError, match="must also hold"):

@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("client", "worker", "process", "ipc", "model_jobs", "parallel.follower"),
         ("compress", "speculative.train"),
         ("engine",),
-        ("request", "speculator", "speculative.choice", "step_pipeline"),
+        ("request", "speculator", "speculative.choice", "step_pipeline", "pins", "row_budget"),
         ("downgrade",),
         ("generation", "prompt"),
         ("guided", "logprobs"),
