@@ -67,17 +67,18 @@ async def silence_ms(
         words, prosody, end_logprob, heard, transcript.end_marks, transcript.end_odds
     )
     wait_ms = turn_end.silence_ms(evidence, detection.eagerness)
-    log.debug(
-        "pause judged",
-        extra={
-            "completeness": completeness.value,
-            "end_logprob": end_logprob,
-            "end_odds": transcript.end_odds,
-            "turn_model": heard,
-            "score": turn_end.score(evidence),
-            "wait_ms": wait_ms,
-        },
-    )
+    if log.isEnabledFor(logging.DEBUG):  # else the score would be computed twice for nothing
+        log.debug(
+            "pause judged",
+            extra={
+                "completeness": completeness.value,
+                "end_logprob": end_logprob,
+                "end_odds": transcript.end_odds,
+                "turn_model": heard,
+                "score": turn_end.score(evidence),
+                "wait_ms": wait_ms,
+            },
+        )
     return wait_ms
 
 
