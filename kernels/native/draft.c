@@ -9,32 +9,19 @@
 
 typedef enum { PREPARE, NORM_TAPS, QUANTIZE, MULTIPLY, JOIN, ROTATE, ATTEND, GATHER, CHOOSE } phase_kind;
 
-enum { OWN_COPY_ROWS = 2, PHASES_A_PASS = 21, TASKS_A_THREAD = 6 };
-
-typedef struct {
-    const float *rows; /* what a product reads, and the norm on the way (or NULL) */
-    const float *norm;
-    int64_t stride;
-    int32_t num_in;
-} product_input;
+enum { PHASES_A_PASS = 21 };
 
 typedef struct {
     phase_kind kind;
     int32_t pass, num_rows, tiles_a_task;
     const pn_matrix *matrix;
-    product_input input;
+    pn_input input;
     pn_epilogue epilogue;
 } phase;
 
 typedef struct { /* an attention task's rows, for one key/value head */
     int32_t segment, row, num_rows, offset, position;
 } query_block;
-
-typedef struct {
-    pn_activations own;
-    int64_t prepared; /* number of the phase (over all calls) whose input `own` holds */
-    float *attention;
-} thread_state;
 
 typedef struct {
     int32_t segment, depth, position;
@@ -60,7 +47,7 @@ typedef struct {
     float *products; /* of each chain's probabilities */
     phase *phases;
     int32_t *num_tasks;
-    thread_state *threads;
+    pn_thread_state *threads;
 } pn_draft_session;
 
 /* ---- sessions ---------------------------------------------------------------------------- */
@@ -140,12 +127,7 @@ PN_EXPORT void pn_draft_session_destroy(pn_draft_session *s) {
     if (!s) return;
     release(s);
     release_states(s);
-    for (int i = 0; s->threads && i < pn_pool_threads(s->pool); i++) {
-        free(s->threads[i].own.codes);
-        free(s->threads[i].own.meta);
-        free(s->threads[i].attention);
-    }
-    free(s->threads);
+    pn_threads_destroy(s->threads, pn_pool_threads(s->pool));
     free(s->phases);
     free(s->num_tasks);
     free(s);
@@ -164,17 +146,8 @@ PN_EXPORT pn_draft_session *pn_draft_session_create(pn_pool *pool, const pn_draf
     int most = largest_of(largest_of(m->num_features, 2 * m->hidden_size),
                           largest_of(query_size, m->inner_size));
     s->most_inputs = round_up(most, PN_GROUP);
-    s->threads = calloc((size_t)pn_pool_threads(pool), sizeof *s->threads);
-    int is_complete = s->threads != NULL, groups = s->most_inputs / PN_GROUP;
-    for (int i = 0; is_complete && i < pn_pool_threads(pool); i++) {
-        thread_state *thread = &s->threads[i];
-        thread->prepared = -1;
-        thread->own.codes = take(pn_code_bytes(OWN_COPY_ROWS, groups));
-        thread->own.meta = take(pn_meta_floats(OWN_COPY_ROWS, groups) * 4);
-        thread->attention = take(pn_attention_scratch(m->head_dim) * 4);
-        is_complete = thread->own.codes && thread->own.meta && thread->attention;
-    }
-    if (is_complete) return s;
+    s->threads = pn_threads_create(pn_pool_threads(pool), s->most_inputs, m->head_dim);
+    if (s->threads) return s;
     pn_draft_session_destroy(s);
     return NULL;
 }
@@ -265,25 +238,10 @@ static void gather(pn_draft_session *s, const phase *p) {
     }
 }
 
-static void quantize(const phase *p, int first_row, int end_row, float eps, pn_activations to) {
-    to.num_groups = round_up(p->input.num_in, PN_GROUP) / PN_GROUP;
-    to.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
-    pn_quantize_rows(p->input.rows, p->input.stride, p->input.num_in, p->input.norm, eps, first_row,
-                     end_row, &to);
-}
-
 static void multiply(pn_draft_session *s, int number, int task, int thread) {
     const phase *p = &s->phases[number];
-    pn_activations input = s->shared;
-    if (p->num_rows <= OWN_COPY_ROWS) {
-        thread_state *own = &s->threads[thread];
-        input = own->own;
-        if (own->prepared != s->first_phase + number) {
-            quantize(p, 0, p->num_rows, s->model->rms_eps, input);
-            own->prepared = s->first_phase + number;
-        }
-    }
-    input.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
+    pn_activations input = pn_prepare_input(&p->input, s->model->rms_eps, p->num_rows, s->shared,
+                                            &s->threads[thread], s->first_phase + number);
     int first = task * p->tiles_a_task;
     pn_matmul_tiles(p->matrix, &input, p->num_rows, first,
                     smallest_of(first + p->tiles_a_task, p->matrix->num_tiles), &p->epilogue);
@@ -341,7 +299,9 @@ static void run_task(void *context, int number, int task, int thread) {
     case NORM_TAPS:
         for (int row = first; row < end; row++) norm_taps(s, row);
         break;
-    case QUANTIZE: quantize(p, first, end, s->model->rms_eps, s->shared); break;
+    case QUANTIZE:
+        pn_quantize_input(&p->input, s->model->rms_eps, p->num_rows, first, end, s->shared);
+        break;
     case MULTIPLY: multiply(s, number, task, thread); break;
     case JOIN:
         for (int row = first; row < end; row++) join(s, row);
@@ -370,14 +330,11 @@ static phase *add_phase(pn_draft_session *s, phase_kind kind, int pass, int num_
 }
 
 static void add_product(pn_draft_session *s, int pass, int num_rows, const pn_matrix *matrix,
-                        product_input input, pn_epilogue epilogue) {
-    if (num_rows > OWN_COPY_ROWS) add_phase(s, QUANTIZE, pass, num_rows)->input = input;
+                        pn_input input, pn_epilogue epilogue) {
+    if (num_rows > PN_OWN_COPY_ROWS) add_phase(s, QUANTIZE, pass, num_rows)->input = input;
     phase *p = add_phase(s, MULTIPLY, pass, num_rows);
-    int num_threads = pn_pool_threads(s->pool);
-    int tasks = num_threads == 1 ? 1 : num_threads * TASKS_A_THREAD;
-    int tiles = largest_of((matrix->num_tiles + tasks - 1) / tasks, 1);
-    if (num_rows > PN_ROW_BLOCK) tiles = smallest_of(tiles, 16); /* stay in the L2 cache */
-    p->tiles_a_task = round_up(tiles, 2); /* gate and up stay together */
+    /* Gate and up stay together. */
+    p->tiles_a_task = pn_tiles_a_task(matrix->num_tiles, num_rows, pn_pool_threads(s->pool), 2);
     s->num_tasks[s->num_phases - 1] = (matrix->num_tiles + p->tiles_a_task - 1) / p->tiles_a_task;
     p->matrix = matrix;
     p->input = input;
@@ -394,24 +351,24 @@ static void list_pass(pn_draft_session *s, int pass) {
     pn_epilogue to_hidden = {s->hidden, size, PN_STORE, 0, 0};
     add_phase(s, PREPARE, pass, num_rows)->input.rows = is_real || has_proj ? NULL : states;
     if (is_real) {
-        product_input input = {batch->features, NULL, m->num_features, m->num_features};
+        pn_input input = {batch->features, NULL, m->num_features, m->num_features};
         if (m->normalises_features) {
             add_phase(s, NORM_TAPS, pass, num_rows);
             input.rows = s->taps;
         }
         add_product(s, pass, num_rows, &m->features, input, to_hidden);
     } else if (has_proj) {
-        product_input input = {states, NULL, size, m->hidden_size};
+        pn_input input = {states, NULL, size, m->hidden_size};
         add_product(s, pass, num_rows, &m->hidden_proj, input, to_hidden);
     }
     if (m->embedding_proj.data) {
         pn_epilogue add = {s->hidden, size, PN_ADD, 0, 0};
-        product_input input = {s->embedded, NULL, size, m->hidden_size};
+        pn_input input = {s->embedded, NULL, size, m->hidden_size};
         add_product(s, pass, num_rows, &m->embedding_proj, input, add);
     }
     add_phase(s, JOIN, pass, num_rows);
     add_product(s, pass, num_rows, &m->query_key_value,
-                (product_input){s->joined, NULL, 2 * size, 2 * m->hidden_size},
+                (pn_input){s->joined, NULL, 2 * size, 2 * m->hidden_size},
                 (pn_epilogue){s->qkv, s->qkv_stride, PN_STORE, 0, 0});
     add_phase(s, ROTATE, pass, num_rows);
     num_rows = pass == 0 ? batch->num_outputs : batch->num_segments;
@@ -420,17 +377,17 @@ static void list_pass(pn_draft_session *s, int pass) {
     add_phase(s, GATHER, pass, num_rows);
     pn_epilogue to_picked = {s->picked, size, PN_ADD, 0, 0};
     add_product(s, pass, num_rows, &m->attention_output,
-                (product_input){s->picked_attended, NULL, s->attended_stride,
+                (pn_input){s->picked_attended, NULL, s->attended_stride,
                                 m->num_heads * m->head_dim},
                 to_picked);
     add_product(s, pass, num_rows, &m->gate_up,
-                (product_input){s->picked, m->ffn_norm, size, m->hidden_size},
+                (pn_input){s->picked, m->ffn_norm, size, m->hidden_size},
                 (pn_epilogue){s->inner, s->inner_stride, PN_GATED, PN_SILU, 0});
     add_product(s, pass, num_rows, &m->down,
-                (product_input){s->inner, NULL, s->inner_stride, m->inner_size}, to_picked);
+                (pn_input){s->inner, NULL, s->inner_stride, m->inner_size}, to_picked);
     float *logits = batch->choices ? s->logits : batch->logits;
     add_product(s, pass, num_rows, &m->head,
-                (product_input){s->picked, m->final_norm, size, m->hidden_size},
+                (pn_input){s->picked, m->final_norm, size, m->hidden_size},
                 (pn_epilogue){logits, m->num_words, PN_STORE, 0, 0});
     if (batch->choices) add_phase(s, CHOOSE, pass, num_rows);
 }

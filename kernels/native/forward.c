@@ -1,8 +1,6 @@
 /* A whole step: the list of phases and what each task of a phase does.
  *
- * Buffers belong to a session and grow with the largest step. With few rows each thread quantises
- * the input of its product itself, into its own copy, since that costs less than waiting for
- * another; with more rows it is a phase of its own.
+ * Buffers belong to a session and grow with the largest step.
  */
 #include "parley.h"
 
@@ -16,7 +14,7 @@ typedef enum {
     NUM_KINDS
 } phase_kind;
 
-enum { OWN_COPY_ROWS = 2, MAX_PHASES_A_LAYER = 13, TASKS_A_THREAD = 6 };
+enum { MAX_PHASES_A_LAYER = 13 };
 
 typedef struct {
     phase_kind kind;
@@ -26,12 +24,6 @@ typedef struct {
 typedef struct { /* an attention task's rows, for one key/value head */
     int32_t segment, first_row, num_rows, offset; /* first_row: in the batch; offset: in the segment */
 } query_block;
-
-typedef struct {
-    pn_activations own;
-    int64_t prepared; /* number of the phase (over all steps) whose input `own` holds */
-    float *attention;
-} thread_state;
 
 typedef struct {
     pn_pool *pool;
@@ -52,7 +44,7 @@ typedef struct {
     phase *phases;
     int32_t *num_tasks;
     int64_t *phase_ns;
-    thread_state *threads;
+    pn_thread_state *threads;
     int is_profiling;
     int64_t kind_ns[NUM_KINDS];
 } pn_session;
@@ -77,20 +69,22 @@ static int reserve_rows(pn_session *s, int num_rows) {
     release_rows(s);
     int64_t rows = round_up(num_rows, PN_ROW_BLOCK);
     int64_t hidden = s->model->hidden_size, groups = s->most_inputs / PN_GROUP;
-    s->hidden = take(rows * hidden * 4);
-    s->picked_hidden = take(rows * hidden * 4);
-    s->block_out = take(rows * hidden * 4);
-    s->qkv = take(rows * s->qkv_stride * 4);
-    s->attended = take(rows * s->attended_stride * 4);
-    s->picked_attended = take(rows * s->attended_stride * 4);
-    s->inner = take(rows * s->inner_stride * 4);
+    struct { float **to; int64_t width; } all[] = {
+        {&s->hidden, hidden}, {&s->picked_hidden, hidden}, {&s->block_out, hidden},
+        {&s->qkv, s->qkv_stride}, {&s->attended, s->attended_stride},
+        {&s->picked_attended, s->attended_stride}, {&s->inner, s->inner_stride}};
+    int is_complete = 1;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        *all[i].to = take(rows * all[i].width * 4);
+        is_complete &= *all[i].to != NULL;
+    }
     s->places = take(rows * 8);
     s->depths = take(rows * 4);
     s->positions = take(rows * 4);
     s->shared.codes = take(pn_code_bytes((int)rows, (int)groups));
     s->shared.meta = take(pn_meta_floats((int)rows, (int)groups) * 4);
-    if (!s->hidden || !s->picked_hidden || !s->block_out || !s->qkv || !s->attended ||
-        !s->picked_attended || !s->inner || !s->places || !s->depths || !s->positions || !s->shared.codes || !s->shared.meta) {
+    if (!is_complete || !s->places || !s->depths || !s->positions || !s->shared.codes ||
+        !s->shared.meta) {
         release_rows(s);
         return 0;
     }
@@ -109,12 +103,7 @@ static int reserve_blocks(pn_session *s, int num_blocks) {
 PN_EXPORT void pn_session_destroy(pn_session *s) {
     if (!s) return;
     release_rows(s);
-    for (int i = 0; s->threads && i < pn_pool_threads(s->pool); i++) {
-        free(s->threads[i].own.codes);
-        free(s->threads[i].own.meta);
-        free(s->threads[i].attention);
-    }
-    free(s->threads);
+    pn_threads_destroy(s->threads, pn_pool_threads(s->pool));
     free(s->blocks);
     free(s->phases);
     free(s->num_tasks);
@@ -139,23 +128,10 @@ PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
     s->phases = calloc((size_t)most_phases, sizeof *s->phases);
     s->num_tasks = calloc((size_t)most_phases, sizeof *s->num_tasks);
     s->phase_ns = calloc((size_t)most_phases, sizeof *s->phase_ns);
-    int num_threads = pn_pool_threads(pool);
-    s->threads = calloc((size_t)num_threads, sizeof *s->threads);
+    s->threads = pn_threads_create(pn_pool_threads(pool), s->most_inputs, model->head_dim);
     if (!s->phases || !s->num_tasks || !s->phase_ns || !s->threads) {
         pn_session_destroy(s);
         return NULL;
-    }
-    for (int i = 0; i < num_threads; i++) {
-        thread_state *thread = &s->threads[i];
-        int groups = s->most_inputs / PN_GROUP;
-        thread->prepared = -1;
-        thread->own.codes = take(pn_code_bytes(OWN_COPY_ROWS, groups));
-        thread->own.meta = take(pn_meta_floats(OWN_COPY_ROWS, groups) * 4);
-        thread->attention = take(pn_attention_scratch(model->head_dim) * 4);
-        if (!thread->own.codes || !thread->own.meta || !thread->attention) {
-            pn_session_destroy(s);
-            return NULL;
-        }
     }
     return s;
 }
@@ -247,44 +223,27 @@ static void add_normed(pn_session *s, const float *norm, int row, float *hidden)
     for (int i = 0; i < size; i++) to[i] += from[i];
 }
 
-/* What a product reads: float rows, and the norm on the way (or NULL). */
-typedef struct {
-    const float *rows;
-    int64_t stride;
-    int num_in;
-    const float *norm;
-} product_input;
-
 static int is_picked(const pn_session *s, const phase *p) {
     return p->layer == s->model->num_layers - 1 && p->kind > (s->keeps_all_rows ? TAP : GATHER);
 }
 
-static product_input input_of(const pn_session *s, const phase *p) {
+static pn_input input_of(const pn_session *s, const phase *p) {
     const pn_model *m = s->model;
     const pn_layer *layer = &m->layers[p->layer];
     const float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
     const float *attended = is_picked(s, p) ? s->picked_attended : s->attended;
     switch (p->kind) {
     case NORM_ATTENTION: case QUERY_KEY_VALUE:
-        return (product_input){hidden, m->hidden_size, m->hidden_size, layer->attention_norm};
+        return (pn_input){hidden, layer->attention_norm, m->hidden_size, m->hidden_size};
     case QUANTIZE_ATTENDED: case ATTENTION_OUTPUT:
-        return (product_input){attended, s->attended_stride, m->num_heads * m->head_dim, NULL};
+        return (pn_input){attended, NULL, s->attended_stride, m->num_heads * m->head_dim};
     case NORM_FFN: case GATE_UP:
-        return (product_input){hidden, m->hidden_size, m->hidden_size, layer->ffn_norm};
+        return (pn_input){hidden, layer->ffn_norm, m->hidden_size, m->hidden_size};
     case QUANTIZE_INNER: case DOWN:
-        return (product_input){s->inner, s->inner_stride, m->inner_size, NULL};
+        return (pn_input){s->inner, NULL, s->inner_stride, m->inner_size};
     default:
-        return (product_input){hidden, m->hidden_size, m->hidden_size, m->final_norm};
+        return (pn_input){hidden, m->final_norm, m->hidden_size, m->hidden_size};
     }
-}
-
-static void quantize(const pn_session *s, const phase *p, int first_row, int end_row,
-                     pn_activations to) {
-    product_input in = input_of(s, p);
-    to.num_groups = round_up(in.num_in, PN_GROUP) / PN_GROUP;
-    to.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
-    pn_quantize_rows(in.rows, in.stride, in.num_in, in.norm, s->model->rms_eps, first_row, end_row,
-                     &to);
 }
 
 static const pn_matrix *matrix_of(const pn_model *m, const phase *p) {
@@ -318,16 +277,9 @@ static pn_epilogue epilogue_of(const pn_session *s, const phase *p) {
 static void multiply(pn_session *s, int number, int task, int thread) {
     const phase *p = &s->phases[number];
     const pn_matrix *matrix = matrix_of(s->model, p);
-    pn_activations input = s->shared;
-    if (p->num_rows <= OWN_COPY_ROWS) {
-        thread_state *own = &s->threads[thread];
-        input = own->own;
-        if (own->prepared != s->first_phase + number) {
-            quantize(s, p, 0, p->num_rows, input);
-            own->prepared = s->first_phase + number;
-        }
-    }
-    input.pitch = smallest_of(p->num_rows, PN_ROW_BLOCK);
+    pn_input read = input_of(s, p);
+    pn_activations input = pn_prepare_input(&read, s->model->rms_eps, p->num_rows, s->shared,
+                                            &s->threads[thread], s->first_phase + number);
     pn_epilogue epilogue = epilogue_of(s, p);
     int first = task * p->tiles_a_task;
     int end = smallest_of(first + p->tiles_a_task, matrix->num_tiles);
@@ -365,7 +317,11 @@ static void run_task(void *context, int number, int task, int thread) {
         for (int row = first; row < end; row++) add_normed(s, layer->ffn_post_norm, row, hidden);
         break;
     case NORM_ATTENTION: case NORM_FFN: case NORM_FINAL: case QUANTIZE_ATTENDED:
-    case QUANTIZE_INNER: quantize(s, p, first, end, s->shared); break;
+    case QUANTIZE_INNER: {
+        pn_input read = input_of(s, p);
+        pn_quantize_input(&read, s->model->rms_eps, p->num_rows, first, end, s->shared);
+        break;
+    }
     default: multiply(s, number, task, thread); break;
     }
 }
@@ -375,15 +331,12 @@ static void run_task(void *context, int number, int task, int thread) {
 static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int num_rows) {
     phase *p = &s->phases[count];
     *p = (phase){kind, layer, num_rows, 0};
-    int num_threads = pn_pool_threads(s->pool);
     switch (kind) {
     case QUERY_KEY_VALUE: case ATTENTION_OUTPUT: case GATE_UP: case DOWN: case HEAD: {
         int num_tiles = matrix_of(s->model, p)->num_tiles;
-        int tasks = num_threads == 1 ? 1 : num_threads * TASKS_A_THREAD;
-        int tiles = largest_of((num_tiles + tasks - 1) / tasks, 1);
-        if (num_rows > PN_ROW_BLOCK) tiles = smallest_of(tiles, 16); /* stay in the L2 cache */
         /* Pairs stay together, and so do logits of which the largest is noted. */
-        tiles = round_up(tiles, kind == HEAD ? PN_MAXIMUM_LEN / PN_TILE : 2);
+        int together = kind == HEAD ? PN_MAXIMUM_LEN / PN_TILE : 2;
+        int tiles = pn_tiles_a_task(num_tiles, num_rows, pn_pool_threads(s->pool), together);
         p->tiles_a_task = tiles;
         s->num_tasks[count] = (num_tiles + tiles - 1) / tiles;
         break;
@@ -397,7 +350,7 @@ static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int n
 
 static int add_product(pn_session *s, int count, phase_kind prepare, phase_kind product, int layer,
                        int num_rows) {
-    if (num_rows > OWN_COPY_ROWS) count = add_phase(s, count, prepare, layer, num_rows);
+    if (num_rows > PN_OWN_COPY_ROWS) count = add_phase(s, count, prepare, layer, num_rows);
     return add_phase(s, count, product, layer, num_rows);
 }
 

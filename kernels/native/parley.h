@@ -325,6 +325,22 @@ typedef struct {
     float softcap; /* 0: none */
 } pn_epilogue;
 
+/* What a product reads: float rows, and the norm on the way (or NULL). */
+typedef struct {
+    const float *rows;
+    const float *norm;
+    int64_t stride; /* floats between rows */
+    int32_t num_in;
+} pn_input;
+
+/* What one thread of a session has for itself. */
+enum { PN_OWN_COPY_ROWS = 2 };
+typedef struct {
+    pn_activations own; /* of up to PN_OWN_COPY_ROWS rows */
+    int64_t prepared;   /* number of the phase (over all calls) whose input `own` holds */
+    float *attention;
+} pn_thread_state;
+
 /* ---- functions ------------------------------------------------------------------------- */
 
 typedef struct pn_pool pn_pool;
@@ -346,6 +362,13 @@ void pn_matmul_tiles(const pn_matrix *matrix, const pn_activations *x, int num_r
                      int first_tile, int end_tile, const pn_epilogue *epilogue);
 void pn_two_tiles(const pn_matrix *m, int tile, const int8_t *q, const float *meta, int pitch,
                   int num_rows, f8 sums[][2]);
+pn_thread_state *pn_threads_create(int num_threads, int most_inputs, int head_dim);
+void pn_threads_destroy(pn_thread_state *threads, int num_threads);
+int pn_tiles_a_task(int num_tiles, int num_rows, int num_threads, int together);
+void pn_quantize_input(const pn_input *input, float eps, int num_rows, int first_row, int end_row,
+                       pn_activations to);
+pn_activations pn_prepare_input(const pn_input *input, float eps, int num_rows,
+                                pn_activations shared, pn_thread_state *thread, int64_t number);
 void pn_embed(const pn_model *model, int64_t token, float *out);
 void pn_note_maxima(const float *logits, float *maxima, int vocab_size, int first_tile, int end_tile,
                     int num_rows);
