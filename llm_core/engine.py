@@ -154,8 +154,8 @@ class Engine:
             received_ns=received_ns,
             first_token_ns=lambda prompt: self._first_token_ns(prompt, options),
         )
-        self._num_downgraded += bool(request.sequence.downgrades)
         self._add(request)
+        self._num_downgraded += bool(request.sequence.downgrades)
 
     def submit_prefill(
         self,

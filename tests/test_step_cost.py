@@ -10,6 +10,7 @@ import pytest
 from llm_core.batch import ForwardBatch, ForwardResult
 from llm_core.downgrade import SHORT_ANSWER_TOKENS, last_turn
 from llm_core.engine import Engine
+from llm_core.errors import EngineBusyError
 from llm_core.messages import (
     ChatMessage,
     Downgrade,
@@ -129,6 +130,17 @@ def test_a_late_answer_is_shorter_or_knows_less_as_allowed() -> None:
     assert (first.downgrades, first.dropped_messages) == (("partial_context",), 4)
     assert done.usage.completion_tokens == 200
     assert first.first_token_ns - first.received_ns <= 300 * MS
+    assert engine.stats().total_downgraded == 1
+
+
+def test_who_is_turned_away_does_not_count_as_downgraded() -> None:
+    engine = warmed_up(max_sequences=1, max_waiting=0)
+    submit(engine, 1, "a" * 300, max_tokens=20)
+    with pytest.raises(EngineBusyError):
+        ask(engine, 300, "shorter_answer")
+    assert engine.stats().total_downgraded == 0
+    list(drain(engine))
+    ask(engine, 300, "shorter_answer")
     assert engine.stats().total_downgraded == 1
 
 
