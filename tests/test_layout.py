@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("sequence",),
         ("config",),
         ("model_hash",),
-        ("errors", "messages", "job_options"),  # leaves
+        ("errors", "messages", "job_options", "cpu_features"),  # leaves
     ),
 }
 

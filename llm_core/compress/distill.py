@@ -21,6 +21,7 @@ from llm_core.compress.plain_model import PlainModel
 from llm_core.compress.quantize import directory_bytes
 from llm_core.compress.texts import held_out, text_windows
 from llm_core.config import ModelConfig
+from llm_core.cpu_features import multiplies_bfloat16
 from llm_core.errors import InvalidRequestError
 from llm_core.job_options import Agreement, DistillOptions, DistillReport, Progress
 from llm_core.model_files import open_model
@@ -96,7 +97,8 @@ def heal(
 ) -> None:
     """Trains the student's layers (not embedding, head and final norm) on int64 windows [S, T].
 
-    AdamW, a linear warm-up and a cosine down to a tenth of the rate.
+    AdamW, a linear warm-up and a cosine down to a tenth of the rate. Products are made in bfloat16
+    where the CPU has them; weights, sums and the optimiser stay in float32.
     """
     parameters = [value for layer in student.layers for value in layer.weights.values()]
     for parameter in parameters:
@@ -107,11 +109,13 @@ def heal(
     rate = partial(_rate_share, num_steps=options.num_steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     batches = _batches(windows, options.batch_size, options.seed)
+    is_bfloat16 = multiplies_bfloat16()
     for step in range(options.num_steps):
         batch = next(batches)
-        with torch.no_grad():
-            target = teacher.logits(teacher.hidden(batch)).log_softmax(-1)
-        said = student.logits(student.hidden(batch)).log_softmax(-1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
+            with torch.no_grad():
+                target = teacher.logits(teacher.hidden(batch)).float().log_softmax(-1)
+            said = student.logits(student.hidden(batch)).float().log_softmax(-1)
         loss = functional.kl_div(
             said.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean"
         )

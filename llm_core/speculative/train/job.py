@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from llm_core.config import ModelConfig
+from llm_core.cpu_features import multiplies_bfloat16
 from llm_core.errors import InvalidRequestError
 from llm_core.job_options import HeadProgress, Progress, TrainHeadOptions, TrainHeadReport
 from llm_core.loading.safetensors import SafetensorsFile
@@ -107,7 +108,7 @@ def train(
             regresses_features=options.kind == "eagle1",
         ),
         TrainingOptions(
-            train_s=options.train_s, seed=options.seed, is_bfloat16=_multiplies_bfloat16()
+            train_s=options.train_s, seed=options.seed, is_bfloat16=multiplies_bfloat16()
         ),
         state_path=state_path,
         embedding_rms=embedding_rms,
@@ -249,13 +250,6 @@ def _start(options: TrainHeadOptions, target: ModelConfig, mark: str) -> HeadFil
             f"{options.start_dir}: the head has an output head of its own, which is not trained"
         )
     return head
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has products of bfloat16: with them a step takes about a third of the time
-    (measured on a Zen 5); in software they are slower than float32."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _head_config(
