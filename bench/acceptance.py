@@ -119,7 +119,7 @@ def plain_answers(
             ForwardBatch(torch.tensor(token_ids), tuple(segments), torch.tensor(last_rows), True)
         )
         assert result.features is not None
-        parts = result.features.split([segment.length for segment in segments])
+        parts = torch.split(result.features, [segment.length for segment in segments])
         for (_, answer), part, row in zip(going, parts, result.logits, strict=True):
             answer.features.append(part.clone())
             state = SamplerState(params, (), vocab_size=len(row))

@@ -43,6 +43,8 @@ from llm_core.speculative.choice import make_drafter
 from llm_core.speculative.control import FixedController
 from llm_core.speculative.controller import AutoController
 from llm_core.speculative.drafter import Drafter
+from llm_core.speculative.eagle_drafter import EagleDrafter
+from llm_core.speculative.ngram import NgramDrafter
 from llm_core.speculative.row_cost import DraftCost, RowCost
 
 OPEN = (
@@ -77,13 +79,22 @@ def modes_of(
     """All that ``wanted`` names parts of, after plain decoding; automatic ones know nothing yet."""
     modes = [Mode("plain")]
     for name, drafter in drafters.items():
-        shapes = SHAPES if drafter.feature_layers else {"chain 3": SHAPES["chain 3"]}
         modes += [
-            Mode(f"{name} {shape}", drafter, FixedController(SHAPES[shape])) for shape in shapes
+            Mode(f"{name} {shape}", drafter, FixedController(SHAPES[shape]))
+            for shape in shapes_of(drafter)
         ]
         auto = AutoController(AUTO, RowCost(costs), DraftCost(draft_costs[name]))
         modes.append(Mode(f"{name} auto", drafter, auto))
     return [m for m in modes if m.drafter is None or any(part in m.name for part in wanted)]
+
+
+def shapes_of(drafter: Drafter) -> list[str]:
+    """Those that it can draft: a text's own words make chains only, siblings are a head's."""
+    if isinstance(drafter, NgramDrafter):
+        return [name for name in SHAPES if name.startswith("chain") and not SHAPES[name].siblings]
+    if isinstance(drafter, EagleDrafter):
+        return list(SHAPES)
+    return [name for name in SHAPES if not SHAPES[name].siblings]
 
 
 def bench_model(arguments: argparse.Namespace) -> dict[str, Any]:
