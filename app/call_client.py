@@ -217,7 +217,9 @@ class CallClient:
         if not turns:
             raise TalkError(f"the server hung up without an answer ({self._link.farewell})")
         gaps = [log.gap_ms(turn, audio.voiced.last_before) for turn in turns]
-        return TalkResult(audio, turns, recording, log.errors, gaps, self._cleared_at)
+        return TalkResult(
+            audio, turns, recording, log.errors, gaps, self._cleared_at, log.num_rejoined
+        )
 
     async def hang_up(self) -> None:
         """The caller hangs up. Safe to call twice."""
