@@ -172,12 +172,29 @@ def bench_voice(
 
 def _show_voice(figures: dict[str, Any], console: Console) -> None:
     for name, value in figures.items():
-        console.print(f"{name.replace('_', ' '):24} {_text(value)}", markup=False)
+        if name == "waited_for_ms":
+            if value:
+                console.print(_waits_table(value))
+        else:
+            console.print(f"{name.replace('_', ' '):24} {_text(value)}", markup=False)
+
+
+def _waits_table(waited_for_ms: dict[str, dict[str, float]]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("waited for, ms", min_width=24)
+    for title in ("p50", "p95", "in the answer at p95"):
+        table.add_column(title, justify="right")
+    for part, spread in waited_for_ms.items():
+        cells = [f"{spread[name]:,.0f}" for name in ("p50", "p95", "p95_answer")]
+        table.add_row(part.replace("_", " "), *cells)
+    return table
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return "  ".join(f"{name} {_text(part)}" for name, part in value.items())
+        return "  ".join(f"{name} {_text(part)}" for name, part in value.items()) or "none"
+    if value is None:
+        return "unknown"
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 

@@ -12,10 +12,16 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from app.bench.figures import cpu_seconds, percentiles, word_errors
+from app.bench.figures import (
+    Answer,
+    cpu_seconds,
+    percentiles,
+    stage_medians,
+    waited_for,
+    word_errors,
+)
 from app.bench.voice_script import SCRIPT, Kind, Utterance, speak_line
 from app.call_client import CallClient, open_call
 from app.config import load_settings
@@ -40,12 +46,11 @@ _PLAYOUT_GAP_MS = 200.0
 class Tally:
     """What all callers met, in the order in which it happened."""
 
-    v2v_ms: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
     difference_ms: list[float] = field(default_factory=list)
     signed_ms: list[float] = field(default_factory=list)
     barge_in_ms: list[float] = field(default_factory=list)
-    stages_ms: dict[str, list[float]] = field(default_factory=dict)
     num_turns: int = 0
     false_cutoffs: int = 0
     repaired_unheard: int = 0
@@ -89,9 +94,7 @@ class Tally:
                 continue  # no turn has ended there
             own = trace.get("voice_to_voice_ms")
             if own is not None:
-                self.v2v_ms.append(own)
-                for stage, took_ms in (trace.get("stages_ms") or {}).items():
-                    self.stages_ms.setdefault(stage, []).append(took_ms)
+                self.answers.append(Answer(own, trace.get("stages_ms") or {}))
             if gap is not None:
                 self.gap_ms.append(gap)
             if own is not None and gap is not None:
@@ -113,14 +116,15 @@ class Tally:
             "callers": callers,
             "turns": self.num_turns,
             "wall_s": round(wall_s, 1),
-            "v2v_ms": percentiles(self.v2v_ms),
+            "v2v_ms": percentiles([answer.v2v_ms for answer in self.answers]),
+            "waited_for_ms": waited_for(self.answers),
             "gap_in_recording_ms": percentiles(self.gap_ms)
             | {
                 "difference": percentiles(self.difference_ms),
                 # The recording's silence minus the trace's: what is on one side of the other.
                 "signed": percentiles(self.signed_ms, (5, 50, 95)),
             },
-            "stages_ms": {stage: median(ms) for stage, ms in self.stages_ms.items()},
+            "stages_ms": stage_medians(self.answers),
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
             "false_cutoffs": self.false_cutoffs,
