@@ -12,6 +12,7 @@ import contextlib
 import heapq
 import json
 import random
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +25,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from app.clock import MonotonicClock
+from app.errors import ConfigError
 from app.phone_peers import PEERS, Clear, Goodbye, Mark, Message, Peer, PeerError, Play, new_call_id
 from app.recording import RATE, Pcm, Recording
 from app.talk_client import (
@@ -45,6 +47,7 @@ from audio.resample import StreamResampler
 _GREETING_BEGINS_S, _GREETING_ENDED_S = 2.0, 0.4
 _ATTACH_TIMEOUT_S = 10.0
 _HANG_UP_TIMEOUT_S = 5.0
+_LOCALHOST = "127.0.0.1"
 _SWAPPED = 0.1
 
 
@@ -217,7 +220,9 @@ class CallClient:
         if not turns:
             raise TalkError(f"the server hung up without an answer ({self._link.farewell})")
         gaps = [log.gap_ms(turn, audio.voiced.last_before) for turn in turns]
-        return TalkResult(audio, turns, recording, log.errors, gaps, self._cleared_at)
+        return TalkResult(
+            audio, turns, recording, log.errors, gaps, self._cleared_at, log.num_rejoined
+        )
 
     async def hang_up(self) -> None:
         """The caller hangs up. Safe to call twice."""
@@ -372,6 +377,36 @@ async def open_call(
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         await client.attach(realtime_url(address), headers)
         yield client
+
+
+@dataclass(frozen=True, slots=True)
+class AudioSocketPort:
+    """Where Asterisk would connect to: of a server that runs, or of one that we start."""
+
+    port: int
+
+    @classmethod
+    def of(cls, url: str | None, port: int | None) -> AudioSocketPort:
+        """``port`` of the server at ``url``; a free one for our own. Raises ConfigError."""
+        if port is None and url is not None:
+            raise ConfigError("--provider audiosocket with --url needs --audiosocket-port")
+        return cls(port or _free_port())
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Environment of a server that is to listen there."""
+        return {"PARLEY_AUDIOSOCKET_PORT": str(self.port)}
+
+    def at(self, url: str) -> tuple[str, int]:
+        """Host and port, on the machine that ``url`` names."""
+        host = urlsplit(url if "://" in url else f"http://{url}").hostname
+        return host or _LOCALHOST, self.port
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOCALHOST, 0))
+        return int(probe.getsockname()[1])
 
 
 async def _link(

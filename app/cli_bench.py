@@ -138,10 +138,26 @@ def bench_voice(
         str | None, typer.Option(envvar="PARLEY_API_KEY", help="Key for a server that asks for one")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Folder for recordings of both sides.")
+        Path | None, typer.Option(help="Folder for recordings of both sides.", file_okay=False)
     ] = None,
     provider: Annotated[
-        str | None, typer.Option(help="They call by phone: twilio, telnyx, plivo, exotel, vonage.")
+        str | None,
+        typer.Option(
+            help="They call by phone: twilio, telnyx, plivo, exotel, vonage, audiosocket."
+        ),
+    ] = None,
+    audiosocket_port: Annotated[
+        int | None,
+        typer.Option(help="With --url and audiosocket: its PARLEY_AUDIOSOCKET_PORT.", min=1),
+    ] = None,
+    speech: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of recordings to say instead of the script: WAV, FLAC or Ogg, a turn each,"
+            " with NAME.txt beside them where the words are known.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     home: HomeOption = None,
@@ -153,8 +169,8 @@ def bench_voice(
         raise typer.BadParameter(
             f"{provider!r}: one of {', '.join(voice.PROVIDERS)}", param_hint="--provider"
         )
-    notes = Console(stderr=True, highlight=False)
-    figures = voice.run(
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    options = voice.VoiceOptions(
         callers=callers,
         turns=turns,
         url=url,
@@ -162,8 +178,10 @@ def bench_voice(
         home=home,
         record=record,
         provider=provider,
-        on_note=lambda note: notes.print(note, style="dim", markup=False),
+        audiosocket_port=audiosocket_port,
+        speech=speech,
     )
+    figures = voice.run(options, lambda note: notes.print(note, style="dim", markup=False))
     if as_json:
         typer.echo(json.dumps(figures))
     else:
@@ -172,12 +190,29 @@ def bench_voice(
 
 def _show_voice(figures: dict[str, Any], console: Console) -> None:
     for name, value in figures.items():
-        console.print(f"{name.replace('_', ' '):24} {_text(value)}", markup=False)
+        if name == "waited_for_ms":
+            if value:
+                console.print(_waits_table(value))
+        else:
+            console.print(f"{name.replace('_', ' '):24} {_text(value)}", markup=False)
+
+
+def _waits_table(waited_for_ms: dict[str, dict[str, float]]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("waited for, ms", min_width=24)
+    for title in ("p50", "p95", "in the answer at p95"):
+        table.add_column(title, justify="right")
+    for part, spread in waited_for_ms.items():
+        cells = [f"{spread[name]:,.0f}" for name in ("p50", "p95", "p95_answer")]
+        table.add_row(part.replace("_", " "), *cells)
+    return table
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return "  ".join(f"{name} {_text(part)}" for name, part in value.items())
+        return "  ".join(f"{name} {_text(part)}" for name, part in value.items()) or "none"
+    if value is None:
+        return "unknown"
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-from app.call_client import CallClient, Trouble, open_call
+from app.call_client import AudioSocketPort, CallClient, Trouble, open_call
 from app.cli_talk import Speaker, Talk, TalkOptions, check_places
 from app.errors import ConfigError
 from app.talk_client import INVALID_KEY, is_valid_key
-
-_LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -34,33 +30,38 @@ def run_call(options: TalkOptions, call: CallOptions) -> bool:
     """Makes the call; True when it was answered. Raises ParleyError when none came about."""
     if options.api_key is not None and not is_valid_key(options.api_key):
         raise ConfigError(f"--api-key or PARLEY_API_KEY: {INVALID_KEY}")
-    if call.provider == "audiosocket" and options.url and call.audiosocket_port is None:
-        raise ConfigError("--provider audiosocket with --url needs --audiosocket-port")
+    port = None
+    if call.provider == "audiosocket":
+        port = AudioSocketPort.of(options.url, call.audiosocket_port)
     check_places(options)
-    return asyncio.run(_run(options, call))
+    return asyncio.run(_run(options, call, port))
 
 
-async def _run(options: TalkOptions, call: CallOptions) -> bool:
+async def _run(options: TalkOptions, call: CallOptions, port: AudioSocketPort | None) -> bool:
     task = asyncio.current_task()
     assert task is not None
     # Whoever ends this command politely must not leave its server behind.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
-        return await _PhoneTalk(options, call, stack).run()
+        return await _PhoneTalk(options, call, port, stack).run()
 
 
 class _PhoneTalk(Talk):
     """As ``parley talk``, over a phone."""
 
-    def __init__(self, options: TalkOptions, call: CallOptions, stack: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        options: TalkOptions,
+        call: CallOptions,
+        port: AudioSocketPort | None,
+        stack: AsyncExitStack,
+    ) -> None:
         super().__init__(options, stack)
         self._call_options = call
-        self._port = call.audiosocket_port or _free_port()
+        self._port = port
 
     def _own_settings(self) -> dict[str, str]:
-        if self._call_options.provider != "audiosocket":
-            return {}
-        return {"PARLEY_AUDIOSOCKET_PORT": str(self._port)}
+        return {} if self._port is None else self._port.settings
 
     def _open(self, url: str, api_key: str | None) -> AbstractAsyncContextManager[Speaker]:
         return self._phone(url, api_key)
@@ -69,21 +70,14 @@ class _PhoneTalk(Talk):
     async def _phone(self, url: str, api_key: str | None) -> AsyncIterator[CallClient]:
         call = self._call_options
         trouble = Trouble(call.loss, call.late_ms, call.is_shuffled)
-        host = urlsplit(url if "://" in url else f"http://{url}").hostname or _LOCALHOST
         calling = open_call(
             url,
             call.provider,
             api_key=api_key,
-            audiosocket=(host, self._port) if call.provider == "audiosocket" else None,
+            audiosocket=None if self._port is None else self._port.at(url),
             trouble=trouble,
         )
         async with calling as client:
             await client.hear_greeting()
             await client.press(call.keys)
             yield client
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOCALHOST, 0))
-        return int(probe.getsockname()[1])

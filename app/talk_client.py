@@ -146,13 +146,14 @@ def _turn_dict(turn: Turn, gap_ms: float | None) -> dict[str, Any]:
     }
 
 
-def load_caller_audio(path: Path, vad: VadModel) -> CallerAudio:
+def load_caller_audio(path: Path, vad: VadModel, *, max_s: float | None = None) -> CallerAudio:
     """Reads any audio file that ``audio.wav`` can read.
 
-    Raises AudioInputError when it cannot, or when there is nothing in it.
+    Raises AudioInputError when it cannot, when there is nothing in it, or more than ``max_s``
+    seconds.
     """
     try:
-        samples, rate = read_audio(path)
+        samples, rate = read_audio(path, max_s=max_s)
     except AudioError as error:
         raise AudioInputError(error.message) from error
     if samples.size == 0:

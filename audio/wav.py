@@ -1,4 +1,4 @@
-"""Reading a user's audio file: WAV of every kind, FLAC, and headerless G.711 (.ulaw, .alaw)."""
+"""Reading a user's audio file: any WAV, FLAC, Ogg, and headerless G.711 (.ulaw, .alaw)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from audio.codecs import PCMA_8K, PCMU_8K, AudioFormat, decode
 from audio.errors import AudioError, AudioFormatError
 from audio.frame import Samples
 
-_EXPECTED = "expected a WAV or FLAC file (any sample rate, mono or stereo, 16-bit, float or G.711)"
+_EXPECTED = (
+    "expected a WAV, FLAC or Ogg file (any sample rate, mono or stereo, 16-bit, float or G.711)"
+)
 _RAW_SUFFIXES = (".raw", ".pcm", ".sln", ".s16le")
 _CONTAINERS = (b"RIFF", b"RIFX", b"fLaC", b"OggS")
 _HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
@@ -21,11 +23,11 @@ _HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
 _UNKNOWN_LEN = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x7FFFFFFF - 36, 0)
 
 
-def read_audio(path: Path) -> tuple[Samples, int]:
+def read_audio(path: Path, *, max_s: float | None = None) -> tuple[Samples, int]:
     """Samples float32 [n] in [-1, 1] and their rate; several channels are mixed by their mean.
 
     Raises AudioError when the file cannot be opened, AudioFormatError when it is empty, not audio,
-    truncated, or holds no samples or values that are not numbers.
+    truncated, longer than ``max_s`` seconds, or holds no samples or values that are not numbers.
     """
     try:
         content = path.read_bytes()
@@ -35,25 +37,34 @@ def read_audio(path: Path) -> tuple[Samples, int]:
         raise AudioFormatError(f"{path} is an empty file (0 bytes): {_EXPECTED}")
     headerless = _HEADERLESS.get(path.suffix.lower())
     if headerless is not None:
-        return decode(content, headerless), headerless.rate
+        samples = decode(content, headerless)
+        _check_duration(path, samples.size / headerless.rate, max_s)
+        return samples, headerless.rate
     if path.suffix.lower() in _RAW_SUFFIXES and not content.startswith(_CONTAINERS):
         raise AudioFormatError(
             f"{path} is raw audio: nothing in it tells its sample rate and encoding. Convert it to "
             "WAV, or, if it is G.711 at 8 kHz, rename it to end in .ulaw or .alaw"
         )
     _check_wav_len(path, content)
-    return _read_container(path, content)
+    return _read_container(path, content, max_s)
 
 
-def _read_container(path: Path, content: bytes) -> tuple[Samples, int]:
+def _check_duration(path: Path, duration_s: float, max_s: float | None) -> None:
+    if max_s is not None and duration_s > max_s:
+        raise AudioFormatError(f"{path} is {duration_s:.1f} s long: expected at most {max_s:g} s")
+
+
+def _read_container(path: Path, content: bytes, max_s: float | None) -> tuple[Samples, int]:
     try:
         # As bytes: what a file is follows from its content, never from its name.
         with sf.SoundFile(io.BytesIO(content)) as file:
             rate = int(file.samplerate)
             num_expected = len(file)
+            _check_duration(path, num_expected / rate, max_s)
             frames = file.read(dtype="float32", always_2d=True)
     except sf.LibsndfileError as error:
-        raise AudioFormatError(f"{path} is not readable audio ({error}): {_EXPECTED}") from error
+        reason = error.error_string.rstrip(".")  # the rest of it names an object in memory
+        raise AudioFormatError(f"{path} is not readable audio ({reason}): {_EXPECTED}") from error
     if frames.shape[0] == 0:
         raise AudioFormatError(f"{path} has a valid header but no samples: {_EXPECTED}")
     if frames.shape[0] < num_expected:

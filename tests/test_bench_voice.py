@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from app.bench.figures import cpu_seconds, percentiles, word_errors
+from app.bench.figures import PARTS, Answer, cpu_seconds, percentiles, waited_for, word_errors
 from app.bench.voice import Tally
-from app.bench.voice_script import SCRIPT, Kind, Line, Utterance
+from app.bench.voice_script import SCRIPT, Kind, Utterance
+from app.cli_bench import _show_voice
+from app.observe.trace import STAGES
 from app.recording import RATE, Played, Recording, VoicedFrames
 from app.talk_client import CallerAudio, TalkResult
 from app.talk_log import Turn
@@ -51,7 +55,7 @@ def utterance(kind: Kind) -> Utterance:
     samples[RATE // 2 : RATE] = samples[3 * RATE : 3 * RATE + RATE // 2] = 0.3
     vad: Any = EnergyVad()
     audio = CallerAudio(Path("x"), samples.astype(np.int16), VoicedFrames(samples, RATE, vad), RATE)
-    return Utterance(Line(kind, "Stop.", "Tell me."), audio, 2 * RATE)
+    return Utterance(kind, "Tell me. Stop.", audio, 2 * RATE)
 
 
 def result(said: Utterance, *turns: Turn, silenced_at: list[int] | None = None) -> TalkResult:
@@ -102,6 +106,50 @@ def test_a_barge_in_is_measured_from_the_onset_of_the_voice() -> None:
     assert tally.barge_in_ms == [200.0] and tally.num_turns == 2
     tally.take(said, result(said, both[0]))
     assert (tally.missed_barge_ins, tally.missed_turns) == (1, 1)
+
+
+def test_words_that_nobody_knows_are_not_wrong() -> None:
+    said, tally = replace(utterance(Kind.PLAIN), text=None), Tally()
+    tally.take(said, result(said, turn(a="Tell me.")))
+    assert tally.to_dict(1, None, 1.0)["wer"] is None
+    known = utterance(Kind.PLAIN)
+    tally.take(known, result(known, turn(a="Tell me.")))
+    tally.miss(said)
+    figures = tally.to_dict(1, None, 1.0)
+    assert figures["wer"] == 0.3333 and figures["turns"] == 3 and figures["missed_turns"] == 1
+
+
+def test_every_stage_is_part_of_one_wait() -> None:
+    parts = [stage for stages in PARTS.values() for stage in stages]
+    assert parts == [stage for stage, _ in STAGES]
+
+
+def test_what_answers_waited_for_and_what_made_the_slow_one_slow() -> None:
+    answers = [Answer(400.0, {"endpoint": 300.0 + n, "tts": 100.0 - n}) for n in range(18)]
+    slow = Answer(990.0, {"endpoint": 310.0, "queue": 80.0, "prefill": 500.0, "tts": 100.0})
+    answers += [slow, Answer(2000.0, {"endpoint": 1990.0, "send": 10.0})]
+    waits = waited_for(answers)
+    assert waits["end_of_turn"] == {"p50": 309.0, "p95": 317.0, "n": 20, "p95_answer": 310.0}
+    assert waits["model"] == {"p50": 0.0, "p95": 0.0, "n": 20, "p95_answer": 580.0}
+    assert sum(part["p95_answer"] for part in waits.values()) == slow.v2v_ms
+    assert percentiles([a.v2v_ms for a in answers])["p95"] == slow.v2v_ms
+    assert waited_for([Answer(400.0, {})]) == {}, "another server has no stages"
+
+
+def test_figures_are_shown_with_the_waits_as_a_table() -> None:
+    said, tally = replace(utterance(Kind.PLAIN), text=None), Tally()
+    answered = turn(a="Tell me.")
+    assert answered.trace is not None
+    answered.trace["stages_ms"] = {"endpoint": 345.0, "send": 55.0}
+    tally.take(said, result(said, answered))
+    figures = tally.to_dict(1, None, 1.0) | {"recordings": {"said": 1, "left_out": {}}}
+    shown = io.StringIO()
+    _show_voice(figures, Console(file=shown, width=100))
+    lines = [line.split() for line in shown.getvalue().splitlines()]
+    assert ["end", "of", "turn", "345", "345", "345"] in lines
+    assert ["transport", "55", "55", "55"] in lines
+    assert ["wer", "unknown"] in lines
+    assert ["recordings", "said", "1", "left_out", "none"] in lines
 
 
 def test_the_script_has_all_kinds_and_pauses_of_at_most_a_second() -> None:

@@ -12,8 +12,9 @@ import pytest
 from app.call_client import CallClient, Trouble, open_call
 from app.cli import EXIT_USAGE, main
 from app.phone_peers import PEERS
-from app.recording import RATE
-from app.talk_client import ConnectError
+from app.recording import RATE, VoicedFrames
+from app.talk_client import CallerAudio, ConnectError
+from tests.fakes import EnergyVad, ManualClock
 from tests.phone_caller import phone_server
 
 
@@ -64,6 +65,34 @@ async def test_frames_are_lost_late_and_shuffled_as_asked() -> None:
     assert late == [*range(1, len(late) + 1)] and 190 <= len(late) < 200
     shuffled = await sent_chunks(Trouble(is_shuffled=True), 200)
     assert shuffled != sorted(shuffled) and len(shuffled) >= 197
+
+
+async def test_what_was_rejoined_is_counted_by_phone_too() -> None:
+    client = CallClient(PEERS["twilio"]("CA1"), cast(Any, None), Trouble())
+    clock = ManualClock()
+    cast(Any, client)._clock = clock
+    item, response = {"item_id": "item_2"}, {"id": "resp_1", "status": "completed"}
+    events: list[dict[str, Any]] = [
+        {"type": "input_audio_buffer.committed", "item_id": "item_1"},
+        {"type": "conversation.item.deleted", "item_id": "item_1"},
+        {"type": "input_audio_buffer.committed"} | item,
+        {"type": "conversation.item.input_audio_transcription.completed", "transcript": "a"} | item,
+        {"type": "response.created", "response": response},
+        {"type": "response.done", "response": response},
+        {"type": "parley.turn.trace", "turn": {"response_id": "resp_1"}},
+    ]
+
+    async def send_frame(pcm: object) -> None:
+        assert client._log is not None
+        while events:
+            client._log.feed(events.pop(0), 0)
+        await clock.advance(0.02)
+
+    cast(Any, client)._send_frame = send_frame
+    voiced = VoicedFrames(np.zeros(RATE, np.float32), RATE, cast(Any, EnergyVad()))
+    audio = CallerAudio(Path("x.wav"), np.zeros(RATE // 2, np.int16), voiced, RATE)
+    result = await client.speak(audio, timeout_s=5)
+    assert (len(result.turns), result.num_rejoined) == (1, 1)
 
 
 @pytest.mark.parametrize("provider", PEERS)

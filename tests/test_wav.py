@@ -68,7 +68,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 
 def test_empty_file(tmp_path: Path) -> None:
     (tmp_path / "e.wav").write_bytes(b"")
-    with pytest.raises(AudioFormatError, match=r"empty file .*expected a WAV or FLAC"):
+    with pytest.raises(AudioFormatError, match=r"empty file .*expected a WAV, FLAC or Ogg"):
         read_audio(tmp_path / "e.wav")
 
 
@@ -77,7 +77,7 @@ def test_empty_file(tmp_path: Path) -> None:
 )
 def test_not_audio(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.wav").write_bytes(content)
-    with pytest.raises(AudioFormatError, match=r"not readable audio .*expected a WAV or FLAC"):
+    with pytest.raises(AudioFormatError, match=r"not readable audio .*expected a WAV, FLAC or Ogg"):
         read_audio(tmp_path / "t.wav")
 
 

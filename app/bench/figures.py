@@ -5,23 +5,72 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from audio.normalize import normalize
 
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+# What an answer waited for, of the stages of a trace (``app.observe.trace.STAGES``).
+PARTS = {
+    "end_of_turn": ("endpoint",),
+    "words": ("asr",),
+    "model": ("queue", "prefill", "decode"),
+    "voice": ("tts",),
+    "transport": ("send",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer in its trace: its voice-to-voice time, and the parts that add up to it."""
+
+    v2v_ms: float
+    stages_ms: Mapping[str, float]
 
 
 def percentiles(values: Sequence[float], at: Sequence[int] = (50, 95, 99)) -> dict[str, float]:
     """``{"p50": ..., "n": ...}`` by the nearest rank; of nothing only ``n`` 0."""
     ordered = sorted(values)
     found: dict[str, float] = {
-        f"p{p}": round(ordered[max(0, math.ceil(len(ordered) * p / 100) - 1)], 1)
-        for p in at
-        if ordered
+        f"p{p}": round(ordered[_nearest_rank(len(ordered), p)], 1) for p in at if ordered
     }
     return found | {"n": len(ordered)}
+
+
+def _nearest_rank(count: int, percent: int) -> int:
+    return max(0, math.ceil(count * percent / 100) - 1)
+
+
+def stage_medians(answers: Sequence[Answer]) -> dict[str, float]:
+    """The median of every stage that an answer tells of."""
+    stages = dict.fromkeys(stage for answer in answers for stage in answer.stages_ms)
+    return {
+        stage: median(a.stages_ms[stage] for a in answers if stage in a.stages_ms)
+        for stage in stages
+    }
+
+
+def waited_for(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """Of each of ``PARTS`` p50, p95, and ``p95_answer``: how long the answer waited for it whose
+    voice-to-voice time is the 95th percentile. That column adds up to it; those of percentiles do
+    not add up to anything. Empty where no answer has stages.
+    """
+    told = sorted((a for a in answers if a.stages_ms), key=lambda answer: answer.v2v_ms)
+    if not told:
+        return {}
+    slow = told[_nearest_rank(len(told), 95)]
+    return {
+        part: percentiles([_part_ms(answer, stages) for answer in told], (50, 95))
+        | {"p95_answer": round(_part_ms(slow, stages), 1)}
+        for part, stages in PARTS.items()
+    }
+
+
+def _part_ms(answer: Answer, stages: Sequence[str]) -> float:
+    return sum(answer.stages_ms.get(stage, 0.0) for stage in stages)
 
 
 def word_errors(reference: str, heard: str) -> tuple[int, int]:

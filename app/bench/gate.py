@@ -246,7 +246,9 @@ async def run(
         for name, server in zip(("old", "new"), servers, strict=True):
             progress(f"voice, the {name} engine")
             figures.append(
-                await voice.run_async(turns=voice_turns, home=settings.home, server=server)
+                await voice.run_async(
+                    voice.VoiceOptions(turns=voice_turns, home=settings.home, server=server)
+                )
             )
         checks += voice_checks(figures[0], figures[1], limits)
     models = {

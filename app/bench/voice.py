@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from app.bench.figures import cpu_seconds, percentiles, word_errors
+from app.bench.figures import (
+    Answer,
+    cpu_seconds,
+    percentiles,
+    stage_medians,
+    waited_for,
+    word_errors,
+)
+from app.bench.voice_recordings import Recordings
 from app.bench.voice_script import SCRIPT, Kind, Utterance, speak_line
-from app.call_client import CallClient, open_call
+from app.call_client import AudioSocketPort, CallClient, open_call
 from app.config import load_settings
+from app.errors import ParleyError
 from app.model_store import ModelStore
 from app.phone_peers import PEERS
 from app.recording import RATE, first_audible
@@ -27,8 +35,7 @@ from app.talk_client import NoReplyError, NoSpeechError, TalkClient, TalkResult,
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 
-# Those that call over a WebSocket, which every server offers.
-PROVIDERS = tuple(name for name in PEERS if name != "audiosocket")
+PROVIDERS = tuple(PEERS)
 _TIMEOUT_S = 20.0
 # Callers do not begin in the same moment.
 _STAGGER_S = 0.7
@@ -40,12 +47,11 @@ _PLAYOUT_GAP_MS = 200.0
 class Tally:
     """What all callers met, in the order in which it happened."""
 
-    v2v_ms: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
     difference_ms: list[float] = field(default_factory=list)
     signed_ms: list[float] = field(default_factory=list)
     barge_in_ms: list[float] = field(default_factory=list)
-    stages_ms: dict[str, list[float]] = field(default_factory=dict)
     num_turns: int = 0
     false_cutoffs: int = 0
     repaired_unheard: int = 0
@@ -71,12 +77,13 @@ class Tally:
         self.repaired_heard += num_audible
         self.repaired_unheard += result.num_rejoined - num_audible
         self.missed_turns += max(0, said.num_turns - num_heard)
-        heard = " ".join(turn.transcript for turn in result.turns)
-        errors, num_words = word_errors(said.text, heard)
-        self.word_errors += errors
-        self.num_words += num_words
+        if said.text is not None:
+            heard = " ".join(turn.transcript for turn in result.turns)
+            errors, num_words = word_errors(said.text, heard)
+            self.word_errors += errors
+            self.num_words += num_words
         self.failed_replies += sum(turn.status == "failed" for turn in result.turns)
-        if said.line.kind is Kind.BARGE_IN:
+        if said.kind is Kind.BARGE_IN:
             self._take_barge_in(said, result)
         for turn, gap in zip(result.turns, result.gaps_ms, strict=True):
             trace = turn.trace or {}
@@ -89,14 +96,17 @@ class Tally:
                 continue  # no turn has ended there
             own = trace.get("voice_to_voice_ms")
             if own is not None:
-                self.v2v_ms.append(own)
-                for stage, took_ms in (trace.get("stages_ms") or {}).items():
-                    self.stages_ms.setdefault(stage, []).append(took_ms)
+                self.answers.append(Answer(own, trace.get("stages_ms") or {}))
             if gap is not None:
                 self.gap_ms.append(gap)
             if own is not None and gap is not None:
                 self.difference_ms.append(abs(own - gap))
                 self.signed_ms.append(gap - own)
+
+    def miss(self, said: Utterance) -> None:
+        """One utterance that was not answered."""
+        self.num_turns += said.num_turns
+        self.missed_turns += said.num_turns
 
     def _take_barge_in(self, said: Utterance, result: TalkResult) -> None:
         onset = said.audio.voiced.first_after(said.second_from)
@@ -107,20 +117,22 @@ class Tally:
             self.barge_in_ms.append((stops[0] - onset) * 1000 / RATE)
 
     def to_dict(self, callers: int, cpu_s: float | None, wall_s: float) -> dict[str, Any]:
-        """The figures for programs."""
+        """The figures for programs; ``wer`` None where nobody knows what was said."""
+        wer = round(self.word_errors / self.num_words, 4) if self.num_words else None
         per_turn = None if cpu_s is None else round(cpu_s / max(1, self.num_turns), 2)
         return {
             "callers": callers,
             "turns": self.num_turns,
             "wall_s": round(wall_s, 1),
-            "v2v_ms": percentiles(self.v2v_ms),
+            "v2v_ms": percentiles([answer.v2v_ms for answer in self.answers]),
+            "waited_for_ms": waited_for(self.answers),
             "gap_in_recording_ms": percentiles(self.gap_ms)
             | {
                 "difference": percentiles(self.difference_ms),
                 # The recording's silence minus the trace's: what is on one side of the other.
                 "signed": percentiles(self.signed_ms, (5, 50, 95)),
             },
-            "stages_ms": {stage: median(ms) for stage, ms in self.stages_ms.items()},
+            "stages_ms": stage_medians(self.answers),
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
             "false_cutoffs": self.false_cutoffs,
@@ -128,7 +140,7 @@ class Tally:
             "missed_turns": self.missed_turns,
             "failed_replies": self.failed_replies,
             "playout_gaps": self.playout_gaps,
-            "wer": round(self.word_errors / max(1, self.num_words), 4),
+            "wer": wer,
             "wasted_tokens": self.wasted_tokens,
             "wasted_answers": self.wasted_answers,
             "wasted_transcripts": self.wasted_transcripts,
@@ -136,71 +148,98 @@ class Tally:
         }
 
 
-def run(
-    *,
-    callers: int = 1,
-    turns: int = 8,
-    url: str | None = None,
-    api_key: str | None = None,
-    home: Path | None = None,
-    record: Path | None = None,
-    provider: str | None = None,
-    on_note: Callable[[str], None] = lambda note: None,
-) -> dict[str, Any]:
-    """``callers`` at once say ``turns`` utterances each; the figures.
+@dataclass(frozen=True, slots=True)
+class VoiceOptions:
+    """Who calls, what they say, and whom.
 
-    ``provider``: they call by phone, through one of ``PROVIDERS``. Without ``url`` a server is
-    started for it; only then is its CPU time known. ``record``: a folder for the recordings, left
-    the caller, right the replies. Raises ParleyError.
+    ``callers`` at once say ``turns`` utterances each: the script, or the recordings of the
+    directory ``speech``. ``provider``: they call by phone, through one of ``PROVIDERS``.
+    Without ``url`` a server is started for it, with the environment ``server``; only then is its
+    CPU time known. ``audiosocket_port``: where the server at ``url`` takes Asterisk's calls.
+    ``record``: a folder for the recordings, left the caller, right the replies.
     """
-    if record is not None:
-        record.mkdir(parents=True, exist_ok=True)
-    return asyncio.run(
-        run_async(
-            callers=callers,
-            turns=turns,
-            url=url,
-            api_key=api_key,
-            home=home,
-            record=record,
-            provider=provider,
-            on_note=on_note,
-        )
-    )
+
+    callers: int = 1
+    turns: int = 8
+    url: str | None = None
+    api_key: str | None = None
+    home: Path | None = None
+    record: Path | None = None
+    provider: str | None = None
+    audiosocket_port: int | None = None
+    speech: Path | None = None
+    server: Mapping[str, str] = field(default_factory=dict)
+
+
+def run(
+    options: VoiceOptions, on_note: Callable[[str], None] = lambda note: None
+) -> dict[str, Any]:
+    """The figures. Raises ParleyError."""
+    return asyncio.run(run_async(options, on_note))
 
 
 async def run_async(
-    *,
-    callers: int = 1,
-    turns: int = 8,
-    url: str | None = None,
-    api_key: str | None = None,
-    home: Path | None = None,
-    record: Path | None = None,
-    provider: str | None = None,
-    server: dict[str, str] | None = None,
-    on_note: Callable[[str], None] = lambda note: None,
+    options: VoiceOptions, on_note: Callable[[str], None] = lambda note: None
 ) -> dict[str, Any]:
-    """``run`` on a loop that runs. ``server``: environment of the server that is started."""
-    settings = load_settings(home=home)
-    voice = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model))
-    vad = VadModel()
-    on_note("speaking the script")
-    script = [speak_line(line, voice, vad) for line in SCRIPT[:turns]]
+    """``run`` on a loop that runs."""
+    if options.record is not None:
+        options.record.mkdir(parents=True, exist_ok=True)
+    line = None
+    if options.provider == "audiosocket":
+        line = AudioSocketPort.of(options.url, options.audiosocket_port)
+    recordings = None
+    if options.speech is not None:
+        on_note("reading the recordings")
+        recordings = Recordings(options.speech, VadModel())
+        lines = recordings.deal(options.callers, options.turns)
+        for why in recordings.left_out.values():
+            on_note(f"left out: {why}")
+    else:
+        on_note("speaking the script")
+        lines = _script_lines(options)
     tally = Tally()
     async with AsyncExitStack() as stack:
-        pid = None
+        pid, url = None, options.url
         if url is None:
-            own = await stack.enter_async_context(own_server(home=home, settings=server))
+            env = dict(options.server) | ({} if line is None else line.settings)
+            own = await stack.enter_async_context(own_server(home=options.home, settings=env))
             url, pid = own.url, own.process.pid
         cpu_before, started = _cpu(pid), time.monotonic()
-        async with asyncio.TaskGroup() as calls:
-            for number in range(callers):
-                call = _Caller(number, script, turns, tally, record, provider, on_note)
-                calls.create_task(call.talk(url, api_key))
+        await _call_all(
+            [_Caller(n, said, tally, options, line, on_note) for n, said in enumerate(lines)], url
+        )
         wall_s, cpu_after = time.monotonic() - started, _cpu(pid)
     cpu_s = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
-    return tally.to_dict(callers, cpu_s, wall_s)
+    figures = tally.to_dict(options.callers, cpu_s, wall_s)
+    if recordings is not None:
+        for name in ("barge_in_ms", "missed_barge_ins"):  # nobody interrupts
+            del figures[name]
+        figures["recordings"] = recordings.to_dict()
+    return figures
+
+
+def _script_lines(options: VoiceOptions) -> list[list[Utterance]]:
+    """What each caller says of the script; not all say the same at the same time."""
+    settings = load_settings(home=options.home)
+    voice, vad = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model)), VadModel()
+    script = [speak_line(line, voice, vad) for line in SCRIPT[: options.turns]]
+    return [
+        [script[(index + 3 * number) % len(script)] for index in range(options.turns)]
+        for number in range(options.callers)
+    ]
+
+
+async def _call_all(callers: Sequence[_Caller], url: str) -> None:
+    """Raises the first ParleyError that one of them meets; the others hang up then."""
+    try:
+        async with asyncio.TaskGroup() as calls:
+            for caller in callers:
+                calls.create_task(caller.talk(url))
+    except ExceptionGroup as errors:
+        ours, others = errors.split(ParleyError)
+        if ours is None or others is not None:
+            raise
+        raise ours.exceptions[0] from errors
 
 
 def _cpu(pid: int | None) -> float | None:
@@ -210,42 +249,39 @@ def _cpu(pid: int | None) -> float | None:
 @dataclass
 class _Caller:
     number: int
-    script: list[Utterance]
-    turns: int
+    says: Sequence[Utterance]
     tally: Tally
-    record: Path | None
-    provider: str | None
+    options: VoiceOptions
+    line: AudioSocketPort | None
     on_note: Callable[[str], None]
 
-    def _open(
-        self, url: str, api_key: str | None
-    ) -> AbstractAsyncContextManager[TalkClient | CallClient]:
-        if self.provider is None:
-            return open_talk(url, api_key=api_key)
-        return open_call(url, self.provider, api_key=api_key)
+    def _open(self, url: str) -> AbstractAsyncContextManager[TalkClient | CallClient]:
+        options = self.options
+        if options.provider is None:
+            return open_talk(url, api_key=options.api_key)
+        audiosocket = None if self.line is None else self.line.at(url)
+        return open_call(url, options.provider, api_key=options.api_key, audiosocket=audiosocket)
 
-    async def talk(self, url: str, api_key: str | None) -> None:
+    async def talk(self, url: str) -> None:
         await asyncio.sleep(self.number * _STAGGER_S)
-        async with self._open(url, api_key) as client:
+        async with self._open(url) as client:
             if isinstance(client, CallClient):
                 await client.hear_greeting()
-            for index in range(self.turns):
-                # Not all callers say the same at the same time.
-                said = self.script[(index + 3 * self.number) % len(self.script)]
+            for index, said in enumerate(self.says):
                 await self._say(client, said, index)
 
     async def _say(self, client: TalkClient | CallClient, said: Utterance, index: int) -> None:
-        name = f"caller {self.number + 1}, {index + 1}/{self.turns}"
+        name = f"caller {self.number + 1}, {index + 1}/{len(self.says)}, {said.audio.path.name}"
         try:
             result = await client.speak(said.audio, timeout_s=_TIMEOUT_S)
         except (NoSpeechError, NoReplyError) as error:
-            self.tally.num_turns += said.num_turns
-            self.tally.missed_turns += said.num_turns
+            self.tally.miss(said)
             self.on_note(f"{name}: {error}")
             return
         self.tally.take(said, result)
-        if self.record is not None:
-            result.recording.write(self.record / f"caller{self.number + 1}_{index + 1:02d}.wav")
+        if self.options.record is not None:
+            file = f"caller{self.number + 1}_{index + 1:02d}.wav"
+            result.recording.write(self.options.record / file)
         waits = ", ".join("none" if gap is None else f"{gap:.0f}" for gap in result.gaps_ms)
         heard = " | ".join(
             " / ".join(text or "-" for text in t.heard.values()) for t in result.turns

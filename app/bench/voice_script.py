@@ -64,21 +64,21 @@ SCRIPT = (
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """A line, spoken. ``second_from``: where its second part begins, in samples of the audio."""
+    """What a caller says in one go.
 
-    line: Line
+    ``text``: all of it; None where nobody has written it down. ``second_from``: where the second
+    part of an interruption or a pause begins, in samples of the audio.
+    """
+
+    kind: Kind
+    text: str | None
     audio: CallerAudio
-    second_from: int
+    second_from: int = 0
 
     @property
     def num_turns(self) -> int:
         """How many turns of the caller it is."""
-        return 2 if self.line.kind is Kind.BARGE_IN else 1
-
-    @property
-    def text(self) -> str:
-        """All that is said."""
-        return f"{self.line.before} {self.line.text}".strip()
+        return 2 if self.kind is Kind.BARGE_IN else 1
 
 
 def speak_line(line: Line, voice: Synthesizer, vad: VadModel) -> Utterance:
@@ -103,7 +103,7 @@ def speak_line(line: Line, voice: Synthesizer, vad: VadModel) -> Utterance:
     audio = CallerAudio(
         Path(line.text), to_pcm16(samples), VoicedFrames(samples, RATE, vad), voice.sample_rate
     )
-    return Utterance(line, audio, second_from)
+    return Utterance(line.kind, f"{line.before} {line.text}".strip(), audio, second_from)
 
 
 def speech_at(spoken: Samples, voice: Synthesizer, rate: int) -> Samples:
