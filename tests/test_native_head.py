@@ -21,6 +21,7 @@ from llm_core.speculative.draft_head import ChainHead, DraftHead, HeadBatch
 from llm_core.speculative.drafter import ComputedRows, DraftRequest, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
+from llm_core.speculative.grow import OF_A_HEAD, draw_odds
 from llm_core.speculative.head_config import HeadConfig
 from llm_core.speculative.native_head import NativeHead, unsupported_head_reason
 from llm_core.speculative.tree import DraftTree
@@ -278,7 +279,7 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
 
 def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
     """The chain is the same with and without them and comes first; behind it, for each depth, the
-    likeliest words but the chain's."""
+    likeliest words (to be drawn) but the chain's."""
     heads = Heads(library)
     params = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9))
     plain, wanted, features = [], [], []
@@ -304,6 +305,12 @@ def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
         table = tuple(plain[index].sequence.block_ids)
         logits, _ = heads.run(tokens, features[index], Segment(table, 0, length))
         expected = logits[-1].softmax(-1)
+        numbers = wanted[index].fractions
+        if numbers:
+            row = logits[-1].numpy()
+            kept, odds = draw_odds(row, wanted[index].params, numbers[0], OF_A_HEAD)
+            expected = torch.zeros(len(row), dtype=torch.float64)
+            expected[torch.arange(len(row)) if kept is None else kept] = torch.tensor(odds)
         order = [
             i for i in expected.argsort(descending=True).tolist() if ids[i] != chain.token_ids[0]
         ]

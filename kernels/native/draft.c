@@ -266,22 +266,19 @@ static void choose(pn_draft_session *s, const phase *p, int segment) {
     const pn_draft_choice *choice = &batch->choices[segment];
     int64_t at = (int64_t)p->pass * batch->num_segments + segment;
     if (!is_active(s, segment, p->pass)) return;
-    float probability, sum, *logits = s->logits + (int64_t)segment * s->model->num_words;
-    float fraction = batch->fractions[at];
-    int word = pn_choose_word(logits, s->model->num_words, fraction, batch->guess_reach, choice,
-                              &probability, &sum);
-    s->products[segment] *= probability;
+    float *odds = s->logits + (int64_t)segment * s->model->num_words;
+    int word = pn_choose_word(odds, s->model->num_words, batch->fractions[at], batch->guess_reach,
+                              choice);
+    s->products[segment] *= odds[word];
     if (!(s->products[segment] >= choice->least_probability)) return; /* NaN ends it too */
     s->chain_lengths[segment] = p->pass + 1;
     batch->out_tokens[at] = s->model->target_ids[word];
-    batch->out_probabilities[at] = probability;
+    batch->out_probabilities[at] = odds[word];
     int siblings[PN_MAX_SIBLINGS], count = batch->num_siblings;
-    if (count > 0) pn_find_siblings(logits, s->model->num_words, word, count, siblings);
+    if (count > 0) pn_find_siblings(odds, s->model->num_words, word, count, siblings);
     for (int i = 0; i < count; i++) {
-        float weight = logits[siblings[i]];
-        if (fraction >= 0) weight = powf(weight, choice->temperature);
         batch->out_siblings[at * count + i] = s->model->target_ids[siblings[i]];
-        batch->out_sibling_probabilities[at * count + i] = weight / sum;
+        batch->out_sibling_probabilities[at * count + i] = odds[siblings[i]];
     }
     if (p->pass < batch->num_steps)
         rows_of(s, p->pass + 1)[segment].token = s->model->target_ids[word];

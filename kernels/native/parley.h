@@ -56,6 +56,7 @@
 #define PN_ALIGNMENT 64
 #define PN_MAX_TREE_ROWS 256 /* of one segment */
 #define PN_MAX_SIBLINGS 4
+#define PN_ANYHOW 0.1f /* of all draws: those about which the number says nothing */
 #define PN_MAXIMUM_LEN 64     /* logits of which the largest is noted */
 
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
@@ -306,7 +307,7 @@ typedef struct {
     float *out_sibling_probabilities; /* likewise */
     int32_t *out_lengths;     /* [num_segments] drafts that count */
     int32_t num_rows, num_outputs, num_segments, num_steps;
-    float guess_reach; /* how far from a fraction draws are asked for the word to guess */
+    float guess_reach; /* how near to a fraction numbers are that draw mostly the same */
     int32_t num_siblings; /* 0 to PN_MAX_SIBLINGS, below the number of words */
 } pn_draft_batch;
 
@@ -373,7 +374,7 @@ void pn_embed(const pn_model *model, int64_t token, float *out);
 void pn_note_maxima(const float *logits, float *maxima, int vocab_size, int first_tile, int end_tile,
                     int num_rows);
 int pn_choose_word(float *logits, int num_words, float fraction, float reach,
-                   const pn_draft_choice *choice, float *probability, float *all);
+                   const pn_draft_choice *choice);
 void pn_find_siblings(const float *weights, int num_words, int chosen, int count, int *words);
 pn_result pn_check_batch(const pn_model *m, const pn_cache *cache, const pn_batch *batch);
 pn_result pn_check_draft_batch(const pn_draft_model *m, const pn_cache *cache,

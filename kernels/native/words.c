@@ -56,66 +56,73 @@ static float threshold(const float *weights, int num, float least, float needed,
     return low.value;
 }
 
-/* The word that most of the draws within `reach` of `fraction` would choose, in the order of words;
- * `share` of these draws do. */
-static int guess_word(const float *weights, int num, const pn_draft_choice *choice, float fraction,
-                      float reach, float *share) {
-    float least = 0.0f, passed = 0.0f, most = -1.0f;
+/* Of draws by numbers around `fraction`, weighed by exp(-distance / reach): the share of those below
+ * each of `ends`. */
+static f8 passed_by(f8 ends, float fraction, float reach) {
+    f8 half = f8_exp((f8)f8_magnitude(ends - fraction) * (-1.0f / reach)) * 0.5f;
+    s8 is_before = ends < fraction;
+    return (f8)(((s8)half & is_before) | ((s8)(1.0f - half) & ~is_before));
+}
+
+/* Weights become the odds that each word is drawn by a target whose distribution is near: its share
+ * of the numbers around `fraction` and, PN_ANYHOW of all, its own likelihood. */
+static void odds_of_draws(float *weights, int num, const pn_draft_choice *choice, float fraction,
+                          float reach) {
+    float least = 0.0f, passed = 0.0f, bounds[2][PN_TILE];
     if (choice->top_k > 0 && choice->top_k < num)
         least = threshold(weights, num, least, (float)choice->top_k, 0);
     if (choice->top_p < 1.0f)
         least = threshold(weights, num, least, choice->top_p * measure(weights, num, least, 1), 1);
     if (least < choice->min_p) least = choice->min_p;
-    float total = measure(weights, num, least, 1);
-    float low = fraction > reach ? (fraction - reach) * total : 0.0f;
-    float high = fraction + reach < 1.0f ? (fraction + reach) * total : total;
-    int word = 0;
-    for (int j = 0; j < num && passed < high; j++) {
-        if (weights[j] < least || weights[j] == 0.0f) continue;
-        float start = passed > low ? passed : low;
-        passed += weights[j];
-        float covered = (passed < high ? passed : high) - start;
-        if (covered > most) {
-            most = covered;
-            word = j;
+    float scale = 1.0f / measure(weights, num, least, 1);
+    f8 limits = passed_by((f8){0.0f, 1.0f}, fraction, reach);
+    float near = (1.0f - PN_ANYHOW) / (limits[1] - limits[0]);
+    for (int j = 0; j < num; j += PN_TILE) {
+        int count = smallest_of(PN_TILE, num - j);
+        float shares[PN_TILE] = {0};
+        for (int i = 0; i < count; i++)
+            if (weights[j + i] >= least) shares[i] = weights[j + i] * scale;
+        for (int i = 0; i < PN_TILE; i++) {
+            bounds[0][i] = passed;
+            bounds[1][i] = passed += shares[i];
         }
+        f8 inside = passed_by(f8_load(bounds[1]), fraction, reach) -
+                    passed_by(f8_load(bounds[0]), fraction, reach);
+        f8_store(shares, f8_load(shares) * PN_ANYHOW + inside * near);
+        for (int i = 0; i < count; i++) weights[j + i] = shares[i];
     }
-    *share = most > 0.0f ? most / (high - low) : 0.0f;
-    return word;
 }
 
-/* The likeliest word or, where `fraction` is not negative, the one that is likely to be drawn; and
- * how likely it is: of what is drawn, the geometric mean of its share and of what the head says.
- * `logits` become weights, `all` their sum without the temperature. */
+static int place_of_largest(const float *values, int num, float *largest) {
+    int padded = num / PN_TILE * PN_TILE, place = 0;
+    f8 most = f8_all(-INFINITY);
+    for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(values + j));
+    *largest = f8_largest(most);
+    for (int j = padded; j < num; j++) *largest = *largest > values[j] ? *largest : values[j];
+    while (place < num - 1 && values[place] != *largest) place++;
+    return place;
+}
+
+/* The likeliest word or, where `fraction` is not negative, the one that is likeliest to be drawn by
+ * it. `logits` become the probabilities of all words, in that sense. */
 int pn_choose_word(float *logits, int num_words, float fraction, float reach,
-                   const pn_draft_choice *choice, float *probability, float *all) {
-    int padded = num_words / PN_TILE * PN_TILE, word = 0;
-    f8 most = f8_all(-INFINITY), total = f8_all(0);
-    for (int j = 0; j < padded; j += PN_TILE) most = f8_max(most, f8_load(logits + j));
-    float largest = f8_largest(most), sum = 0;
-    for (int j = padded; j < num_words; j++) largest = largest > logits[j] ? largest : logits[j];
-    while (word < num_words - 1 && logits[word] != largest) word++;
-    float factor = fraction < 0 ? 1.0f : 1.0f / choice->temperature;
+                   const pn_draft_choice *choice) {
+    int padded = num_words / PN_TILE * PN_TILE;
+    float largest, sum = 0, factor = fraction < 0 ? 1.0f : 1.0f / choice->temperature;
+    int word = place_of_largest(logits, num_words, &largest);
+    f8 total = f8_all(0);
     for (int j = 0; j < padded; j += PN_TILE) {
-        f8 logit = f8_load(logits + j) - largest;
-        f8 weight = f8_exp(logit * factor);
-        total += fraction < 0 ? weight : f8_exp(logit);
+        f8 weight = f8_exp((f8_load(logits + j) - largest) * factor);
+        total += weight;
         f8_store(logits + j, weight);
     }
-    for (int j = padded; j < num_words; j++) {
-        float logit = logits[j] - largest;
-        logits[j] = expf(logit * factor);
-        sum += fraction < 0 ? logits[j] : expf(logit);
+    for (int j = padded; j < num_words; j++) sum += logits[j] = expf((logits[j] - largest) * factor);
+    if (fraction >= 0) {
+        odds_of_draws(logits, num_words, choice, fraction, reach);
+        return place_of_largest(logits, num_words, &largest);
     }
-    sum += f8_sum(total);
-    *all = sum;
-    if (fraction < 0) {
-        *probability = logits[word] / sum;
-        return word;
-    }
-    float share;
-    word = guess_word(logits, num_words, choice, fraction, reach, &share);
-    *probability = sqrtf(share * powf(logits[word], choice->temperature) / sum);
+    float scale = 1.0f / (sum + f8_sum(total));
+    for (int j = 0; j < num_words; j++) logits[j] *= scale;
     return word;
 }
 

@@ -17,7 +17,7 @@ from llm_core.runner import ModelRunner
 from llm_core.sequence import TokenSequence, common_prefix_len
 from llm_core.speculative.draft_head import HeadResult
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
-from llm_core.speculative.grow import EXACT_REACH, DraftPlace, Grower
+from llm_core.speculative.grow import OF_THE_TARGET, DraftPlace, Grower
 from llm_core.speculative.tree import EMPTY, DraftTree
 
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward
@@ -52,7 +52,7 @@ class DraftModelDrafter:
             return trees
         chosen = [requests[index] for index in able]
         grower = Grower(
-            chosen, self._read(chosen), self._places(chosen), self._target_ids, EXACT_REACH
+            chosen, self._read(chosen), self._places(chosen), self._target_ids, OF_THE_TARGET
         )
         while (batch := grower.next_batch()) is not None:
             grower.take(self._forward(batch.token_ids, batch.segments, batch.output_rows))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+import numpy as np
 import torch
 
 from llm_core.block_tables import BlockCopy
 from llm_core.sampler import FloatRow
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
-from llm_core.speculative.grow import GUESS_REACH, guess_token
+from llm_core.speculative.grow import OF_A_HEAD, draw_odds
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.tree import EMPTY, DraftTree
 
@@ -95,12 +96,12 @@ class MedusaDrafter:
 
 
 def _likeliest(row: torch.Tensor, request: DraftRequest, depth: int) -> list[tuple[int, float]]:
-    """The ``width`` best words of one place and their probabilities, by falling probability; of a
-    chain whose tokens are drawn, the one that the head would draw."""
-    width = request.shape.width
-    if width == 1 and request.fractions:
-        logits: FloatRow = row.numpy()
-        word, _ = guess_token(logits, request.params, request.fractions[depth], GUESS_REACH)
-        return [(word, float(row.softmax(-1)[word]))]
-    best = row.softmax(-1).topk(min(width, len(row)))
-    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    """The ``width`` best words of one place and their probabilities, by falling probability: the
+    likeliest or, of tokens that are drawn, those that the head would draw."""
+    if not request.fractions:
+        best = row.softmax(-1).topk(min(request.shape.width, len(row)))
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    logits: FloatRow = row.numpy()
+    ids, odds = draw_odds(logits, request.params, request.fractions[depth], OF_A_HEAD)
+    chosen = np.argsort(-odds, kind="stable")[: request.shape.width]
+    return [(int(at if ids is None else ids[at]), float(odds[at])) for at in chosen]

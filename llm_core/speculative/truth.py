@@ -1,6 +1,6 @@
 """What a drafter's probabilities are worth: how often drafts were right, by what was said of them.
 
-Drafters boast, and how likely a token is that will be drawn is a guess (``grow.guess_token``); what
+Drafters boast, and how likely a token is that will be drawn is a guess (``grow.draw_odds``); what
 came true corrects both.
 """
 
