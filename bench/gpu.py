@@ -32,8 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.gpu_parts import Bench, DeviceLostError, Row, card, kernels, model
+from bench.bare_machine import without_client
 from kernels.gpu import load_ops, unavailable_reason
+
+without_client()
+
+from bench.gpu_parts import Bench, DeviceLostError, Row, card, kernels, model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds that a part may take at most, and the least with which it is worth beginning.

@@ -31,6 +31,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from bench.bare_machine import without_client
 from kernels.gpu import Float8Weight, GpuWeight, Int4Weight, launch, load_ops
 from kernels.gpu.tuning import Config, Key, Tuner
 
@@ -198,6 +199,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="one step or case of each part")
     parser.add_argument("--front-end", action="store_true", help="types and shapes only")
     options = parser.parse_args()
+    without_client()
     if options.front_end:
         triton.compiler.compile = check_front_end
     share, num_shares = map(int, options.share.split("/"))

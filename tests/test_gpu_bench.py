@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,43 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert len(found["bf16"]["verify"]) == 2 and len(found["bf16"]["prefill"]) == 1
     assert found["goals"][0]["met"] is not None, "compared, if not met"
     assert "share of the memory floor" in done.stdout
+
+
+def test_torch_triton_and_numpy_are_enough() -> None:
+    """A machine with a card may have nothing else of what Parley needs."""
+    kept, new = set[str](), {"torch", "triton", "numpy", "setuptools"}
+    while new:
+        kept |= new
+        new = {need for name in new for need in requirements(name)} - kept
+    others = {
+        module
+        for module, names in packages_distributions().items()
+        if not kept & {canonical(name) for name in names}
+    } - {path.name for path in ROOT.iterdir()}
+    assert "msgspec" in others and "torch" not in others
+    script = (
+        f"import sys; sys.modules |= dict.fromkeys({sorted(others)}); "
+        f"sys.path.insert(0, {str(ROOT)!r}); import bench.gpu, bench.gpu_models"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT / "docs", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def canonical(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def requirements(name: str) -> Iterator[str]:
+    """Of an installed distribution, without extras; of another one, none."""
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:
+        return
+    for line in lines:
+        found = re.match(r"[A-Za-z0-9_-]+", line)
+        if found is not None and "extra ==" not in line:
+            yield canonical(found[0])
 
 
 def options(folder: Path, **changes: Any) -> Namespace:
