@@ -70,6 +70,8 @@ def compile_on_launch(
     """
     driver.set_active(NoDevice(capability))
     launch.num_multiprocessors = lambda device: num_multiprocessors
+    has_dependent_launch = capability >= 90 and os.environ.get(launch.SWITCH, "1") != "0"
+    launch.has_dependent_launch = lambda device: has_dependent_launch
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -132,7 +134,7 @@ def _shape_of(weight: torch.Tensor, form: str) -> GpuWeight:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     if form == "int4":
-        packed = empty(num_in // 128, num_out, 64, dtype=torch.uint8)
+        packed = empty(num_in // 128, num_out, 32, dtype=torch.int16)
         scale = empty(num_in // 128, num_out, dtype=torch.float16)
         return Int4Weight(packed, scale, scale, 128, num_in)
     if form == "fp8":

@@ -104,6 +104,7 @@ def launch_matmuls(*, has_float8: bool) -> None:
     for weight in weights:
         for num_rows in (1, 300):
             OPS.matmul(torch.zeros(num_rows, num_in, dtype=HALF), weight)
+        OPS.matmul_gated(torch.zeros(NUM_ROWS, num_in, dtype=HALF), weight)
 
 
 def launch_sampling() -> None:

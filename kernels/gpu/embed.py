@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.cost import Cost
-from kernels.gpu.launch import cdiv
+from kernels.gpu.launch import cdiv, dependent, wait_for_inputs
 
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["ids_ptr"])
-def embed_kernel(table_ptr, ids_ptr, out_ptr, vocab_size, size, scale, BLOCK: tl.constexpr):
+def embed_kernel(table_ptr, ids_ptr, out_ptr, vocab_size, size, scale, BLOCK: tl.constexpr,
+                 EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row)
@@ -31,7 +33,8 @@ def embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.T
     out = table.new_empty(token_ids.shape[0], size)
     if token_ids.shape[0]:
         grid = (cdiv(size, _BLOCK), token_ids.shape[0])
-        embed_kernel[grid](table, token_ids, out, vocab_size, size, scale, BLOCK=_BLOCK)
+        early = dependent(table.device)
+        embed_kernel[grid](table, token_ids, out, vocab_size, size, scale, BLOCK=_BLOCK, **early)
     return out
 
 

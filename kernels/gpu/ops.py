@@ -34,11 +34,13 @@ class GpuOps(Protocol):
         eps: float,
         *,
         post_weight: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """residual [T, H] += x [T, H] in place, then the RMS norm of the sum.
 
-        ``post_weight`` [H]: x is normed with it before it is added (Gemma's post-norms). The sum is
-        normed before it is rounded to the residual's dtype; the result has x's dtype.
+        x may be parts [P, T, H] (of ``matmul_parts``), which are added up first. ``post_weight``
+        [H]: x is normed with it before it is added (Gemma's post-norms). The sum is normed before
+        it is rounded to the residual's dtype; the result has ``out_dtype``, or x's.
         """
 
     def rope_store(
@@ -54,10 +56,12 @@ class GpuOps(Protocol):
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Rotated queries [T, num_heads, D]; keys (rotated) and values go into ``pages``.
 
-        qkv [T, (num_heads + 2 * num_kv_heads) * D], a row is queries, keys, values. Then, in this
+        qkv [T, (num_heads + 2 * num_kv_heads) * D], a row is queries, keys, values; or parts of it
+        [P, T, ...], which are added up. Queries have ``out_dtype``, or qkv's. Then, in this
         order: ``bias`` of the row's width; RMS norm over D of queries and keys with ``query_norm``
         and ``key_norm`` [D]; rotation by ``rotations`` float32 [num_positions, D / 2, 2] (cosine
         and sine, perhaps times a factor) at ``positions`` int32 or int64 [T]. Row t is kept at
@@ -141,6 +145,16 @@ class GpuOps(Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """x [T, K] times the transposed weight [N, K], + bias [N] -> [T, N]."""
+
+    def matmul_parts(self, x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
+        """The same, as parts [P, T, N] whose sum it is, for an operation that takes parts: a
+        product of few rows is split over the device, and so needs no kernel that adds. float32
+        where P is not 1, else float32 or x's dtype."""
+
+    def matmul_gated(
+        self, x: torch.Tensor, weight: GpuWeight, gate: GateName = "silu"
+    ) -> torch.Tensor:
+        """``gated`` of ``matmul``: x [T, K], weight [2 * I, K] -> [T, I], in x's dtype."""
 
     def gated(self, gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
         """gate_up [T, 2 * I] -> act(gate) * up [T, I]."""

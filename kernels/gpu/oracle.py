@@ -21,6 +21,8 @@ __all__ = [
     "embed",
     "gated",
     "matmul",
+    "matmul_gated",
+    "matmul_parts",
     "move_rows",
     "prefill_attention",
     "rms_norm",
@@ -44,14 +46,15 @@ def add_rms_norm_(
     eps: float,
     *,
     post_weight: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``GpuOps``."""
-    added = _wide(x)
+    added = _sum(x)
     if post_weight is not None:
         added = reference.rms_norm(added, _wide(post_weight), eps)
     total = _wide(residual) + added
     residual.copy_(total)
-    return reference.rms_norm(total, _wide(weight), eps).to(x.dtype)
+    return reference.rms_norm(total, _wide(weight), eps).to(out_dtype or x.dtype)
 
 
 def rope_store(
@@ -66,11 +69,12 @@ def rope_store(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``GpuOps``."""
     num_kv_heads = pages.num_kv_heads
-    values = _wide(qkv) if bias is None else _wide(qkv) + _wide(bias)
-    heads = values.view(qkv.shape[0], num_heads + 2 * num_kv_heads, pages.head_dim).clone()
+    values = _sum(qkv) if bias is None else _sum(qkv) + _wide(bias)
+    heads = values.view(qkv.shape[-2], num_heads + 2 * num_kv_heads, pages.head_dim).clone()
     query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     value = heads[:, num_heads + num_kv_heads :]
     if query_norm is not None:
@@ -95,7 +99,7 @@ def rope_store(
             raw = codes.to(pages.data.dtype).view(torch.uint8)  # indexing has no 8-bit floats
             pages.data.view(torch.uint8)[:, places] = raw
         pages.scales[:, places] = scales
-    return query.to(qkv.dtype)
+    return query.to(out_dtype or qkv.dtype)
 
 
 def decode_attention(
@@ -210,6 +214,16 @@ def matmul(
     return product.to(out_dtype or x.dtype)
 
 
+def matmul_parts(x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
+    """See ``GpuOps``."""
+    return matmul(x, weight, out_dtype=torch.float32).unsqueeze(0)
+
+
+def matmul_gated(x: torch.Tensor, weight: GpuWeight, gate: GateName = "silu") -> torch.Tensor:
+    """See ``GpuOps``."""
+    return gated(matmul(x, weight, out_dtype=torch.float32), gate).to(x.dtype)
+
+
 def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     """See ``GpuOps``."""
     form = {"silu": reference.swiglu, "gelu_tanh": reference.geglu}[gate]
@@ -233,6 +247,11 @@ def move_rows(
         for source_row, target_row in zip(sources, targets, strict=True):
             is_kept = source_row >= 0
             pool[:, :, target_row[is_kept]] = pool[:, :, source_row[is_kept]].clone()
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """[T, N], or parts [P, T, N] that are added up."""
+    return _wide(x) if x.dim() == 2 else _wide(x).sum(0)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
