@@ -9,7 +9,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,16 @@ import torch
 from bench.gpu_kernels import SMOKE_SIZES, Case, Sizes, cases, difference, moved
 from bench.gpu_models import LLAMA_3_8B, SMOKE_MODEL, BenchModel, Form, compare_with_cpu
 from kernels.gpu import GpuOps, load_ops, measuring
-from llm_core.batch import Launched
+from kernels.gpu.device import has_dependent_launch
+from llm_core.batch import ForwardBatch, Launched
 from llm_core.cuda_graphs import CudaCapture
 
 Row = dict[str, Any]
 _FLUSH_BYTES = 256 << 20  # written between two runs, so that nothing is read from a cache
 _NUM_TIMED = 15
+_NUM_REPEATS = 8
+DECODER_LIMIT = 1e-3  # of float32 logits
+_REPLAY_LIMIT = 0.05  # of |logits|: attention is split otherwise, through all layers of bfloat16
 
 
 class DeviceLostError(Exception):
@@ -155,6 +159,7 @@ def _machine(bench: Bench) -> None:
         found["capability"] = [properties.major, properties.minor]
         found["multiprocessors"] = properties.multi_processor_count
         found["memory_gb"] = properties.total_memory / 1e9
+        found["dependent_launch"] = has_dependent_launch(bench.device)
     bench.found["machine"] = found
     print(json.dumps(found), flush=True)
 
@@ -162,7 +167,7 @@ def _machine(bench: Bench) -> None:
 def _ceilings(bench: Bench) -> None:
     """With torch's own copy and product."""
     size = 1 << (20 if bench.is_smoke else 30)
-    source = torch.zeros(size, dtype=torch.int8, device=bench.device)
+    source = torch.randint(127, (size,), dtype=torch.int8, device=bench.device)
     target = torch.empty_like(source)
     bench.copy_bytes_per_s = 2 * size / bench.time_s(lambda: target.copy_(source))
     n = 64 if bench.is_smoke else 8192
@@ -183,7 +188,7 @@ def _decoder(bench: Bench) -> None:
     found = compare_with_cpu(bench.ops, bench.device, bench.capture(), is_smoke=bench.is_smoke)
     bench.found["decoder"] = found
     print(json.dumps(found), flush=True)
-    wrong = {name: error for name, error in found.items() if not error < 1e-3}
+    wrong = {name: error for name, error in found.items() if not error < DECODER_LIMIT}
     if wrong:
         bench.fail("decoder", f"it does not equal the CPU's: {wrong}")
 
@@ -290,6 +295,7 @@ def _decode(bench: Bench, made: BenchModel, count: int, context: int, *, is_brie
     wall_s = bench.wall_s(lambda: made.decoder.forward(batch, made.cache), 25)
     if is_brief:
         return {"batch": count, "step_ms": wall_s * 1e3}
+    _same_again(bench, made, logits_too, f"decode {count}")
     with_logits_s = bench.wall_s(lambda: made.decoder.forward(logits_too, made.cache), 25)
     step = made.decoder.pack(batch, made.cache)
     device_s = bench.time_s(lambda: made.decoder.run(step, made.cache), flush=False)
@@ -310,6 +316,20 @@ def _decode(bench: Bench, made: BenchModel, count: int, context: int, *, is_brie
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def _same_again(bench: Bench, made: BenchModel, batch: ForwardBatch, where: str) -> None:
+    """Replayed steps give the same bits each time, or kernels do not wait for one another; and
+    about what the same step gives that is launched kernel by kernel."""
+    results = [made.decoder.forward(batch, made.cache).logits for _ in range(1 + _NUM_REPEATS)]
+    num_others = sum(not torch.equal(result, results[0]) for result in results)
+    if num_others:
+        bench.fail(where, f"{num_others} of {_NUM_REPEATS} equal steps gave other bits: a race")
+    step = replace(made.decoder.pack(batch, made.cache), shape=None)
+    logits = made.decoder.run(step, made.cache).logits[: step.num_logit_rows].cpu()
+    error = difference(results[0], logits)
+    if not error < _REPLAY_LIMIT:
+        bench.fail(where, f"replayed, it differs from the same step launched singly: {error:.3g}")
 
 
 def _overlapped_s(bench: Bench, made: BenchModel, count: int, context: int) -> float:
@@ -341,6 +361,8 @@ def _verification(bench: Bench, made: BenchModel, context: int, result: Row) -> 
         first_s = rows[0]["step_ms"] / 1e3 if rows else wall_s
         rows.append({"rows": count, "step_ms": wall_s * 1e3, "times_one_row": wall_s / first_s})
         bench.write()
+        if count in (2, 8):
+            _same_again(bench, made, made.batch(1, context, count, tree=True), f"verify {count}")
 
 
 def _prefill(bench: Bench, made: BenchModel, length: int) -> Row:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.gpu import is_interpreted, load_ops, unavailable_reason
+from kernels.gpu import device, is_interpreted, load_ops, unavailable_reason
 from kernels.gpu.launch import cdiv, num_splits, power_of_2
 from kernels.gpu.tuning import Config, Tuner
 
@@ -96,6 +98,40 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     }
     assert len(kernels) > 10
     assert kernels == compiled, "each kernel is launched by tests.gpu_compile"
+
+
+def test_kernels_that_begin_early_wait_before_they_touch_anything() -> None:
+    """But for weights, which nothing writes: their beginning is fetched ahead."""
+    num_early = 0
+    for path in (ROOT / "kernels" / "gpu").glob("*.py"):
+        for function in ast.parse(path.read_text()).body:
+            if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):
+                continue
+            if "EARLY" not in [argument.arg for argument in function.args.args]:
+                continue
+            num_early += 1
+            lines = [ast.unparse(statement) for statement in function.body]
+            before = lines[: lines.index("wait_for_inputs(EARLY)")]
+            assert not any("tl.store" in line or "return" in line for line in before)
+            for line in before:
+                for place in re.findall(r"(?:tl\.load|prefetch)\((\w+)", line):
+                    assert place in ("row_at", "packed_ptr", "scale_at", "zero_at"), (
+                        f"{function.name} reads {place} before it waits"
+                    )
+    assert num_early == 13
+
+
+@pytest.mark.parametrize(
+    ("capability", "switch", "wanted"),
+    [((9, 0), "1", True), ((8, 0), "1", False), ((9, 0), "0", False)],
+)
+def test_which_cards_launch_early(
+    capability: tuple[int, int], switch: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv(device.SWITCH, switch)
+    ask = device.has_dependent_launch.__wrapped__
+    assert ask(torch.device("cuda", 0)) is wanted and ask(torch.device("cpu")) is False
 
 
 def choose(tuner: Tuner, *, ran: list[int] | None = None) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from bench import gpu
 from bench.gpu_parts import Bench, DeviceLostError
 from kernels.gpu import load_ops
+from kernels.gpu.device import SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,7 +37,7 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
         *("goals", "compiled_ahead"),
     }
     assert found["compiled_ahead"] == [0], "a step of a model without memory"
-    assert len(found["kernels"]) == 27 and all(row["ok"] for row in found["kernels"])
+    assert len(found["kernels"]) == 31 and all(row["ok"] for row in found["kernels"])
     assert all(error < 1e-4 for error in found["decoder"].values())
     for form in ("bf16", "int4", "fp8"):
         assert len(found[form]["decode"]) == (2 if form == "bf16" else 1)
@@ -116,6 +118,26 @@ os.abort()
     ]
     kept = json.loads((tmp_path / "all.json").read_text())
     assert kept["bf16"] == parts.found["bf16"] and len(kept["errors"]) == 2
+
+
+@pytest.mark.parametrize("errors", [{}, {"trees": 1.0}, {"trees": float("nan"), "mixed": 0.0}])
+def test_a_wrong_decoder_is_tried_again_without_early_launches(
+    tmp_path: Path, errors: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that is wrong, or never came to an end, until the switch is set."""
+    script = f"""
+import os
+wrong = os.environ.get({SWITCH!r}) != "0"
+found = {{"decoder": {errors} if wrong else {{"trees": 1e-6}}}} if {errors} or not wrong else {{}}
+errors = [{{"where": "decoder", "error": "wrong"}}] * wrong
+json.dump({{**found, "errors": errors}}, open(path, "w"))
+"""
+    parts = parts_with(tmp_path, script.replace("nan", "float('nan')"))
+    monkeypatch.setenv(SWITCH, "1")
+    gpu.run_card(parts, lambda: None)
+    assert parts.found["decoder"] == {"trees": 1e-6}
+    assert len(parts.errors) == 1, "what went wrong is said"
+    assert os.environ[SWITCH] == "0"
 
 
 def test_a_part_that_leaves_nothing_is_said(tmp_path: Path) -> None:
