@@ -314,19 +314,22 @@ class TritonDecoder:
 
         Waits for nothing, so that it can be recorded.
         """
-        ops, config, parts = self.ops, self.config, self._parts
-        token_ids = inputs.token_ids.long()
-        if chooses:
-            token_ids = parts.fed(token_ids, inputs.sources, self._tokens)
-        slots, logit_rows = inputs.slots.long(), inputs.logit_rows.long()
+        ops, config, logit_rows = self.ops, self.config, inputs.logit_rows
         ancestors = {
             group.max_rows: inputs.ancestors[:, : -(-group.max_rows // 32)].contiguous()
             for group in groups
             if group.kind == "tree"
         }
-        embedded = ops.embed(self._embedding, token_ids, config.embedding_scale)
-        residual = embedded.float()
-        normed = ops.rms_norm(embedded, self._layers[0].attention_norm, config.rms_eps)
+        residual = ops.embed(
+            self._embedding,
+            inputs.token_ids,
+            config.embedding_scale,
+            sources=inputs.sources if chooses else None,
+            chosen=self._tokens if chooses else None,
+            out_dtype=torch.float32,
+        )
+        first_norm = self._layers[0].attention_norm
+        normed = ops.rms_norm(residual, first_norm, config.rms_eps, out_dtype=self.dtype)
         projected = ops.matmul_parts(normed, self._layers[0].query_key_value)
         last_layer = len(self._layers) - 1
         all_go_on = any(layer >= last_layer for layer in taps)
@@ -336,7 +339,7 @@ class TritonDecoder:
                 projected,
                 self._rotations[index],
                 inputs.positions,
-                slots,
+                inputs.slots,
                 self._pages[index],
                 num_heads=config.num_heads,
                 bias=layer.bias,
@@ -359,10 +362,9 @@ class TritonDecoder:
             normed = normed.index_select(0, logit_rows)
         logits = self._gathered(ops.matmul(normed, self._head, out_dtype=torch.float32))
         if config.logit_softcap is not None and logits.shape[0]:
-            logits = parts.capped(logits, config.logit_softcap)
+            logits = self._parts.capped(logits, config.logit_softcap)
         if chooses and logits.shape[0]:
-            tokens = ops.sample(logits[:, : self._vocab_size], inputs.choices)
-            self._tokens[: tokens.shape[0]].copy_(tokens)
+            ops.sample(logits[:, : self._vocab_size], inputs.choices, out=self._tokens)
         return logits, torch.cat([tapped[layer] for layer in taps], 1) if taps else None
 
     def _between(self, attended: torch.Tensor, residual: torch.Tensor, index: int) -> torch.Tensor:

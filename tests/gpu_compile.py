@@ -49,7 +49,8 @@ def launch_row_kernels() -> None:
     OPS.add_rms_norm_(x, x, weight, 1e-5, post_weight=weight)
     OPS.gated(x)
     OPS.gated(x, "gelu_tanh")
-    OPS.embed(x, torch.zeros(NUM_ROWS, dtype=torch.int64), 2.0)
+    ids = torch.zeros(NUM_ROWS, dtype=torch.int32)
+    OPS.embed(x, ids, 2.0, sources=ids, chosen=ids.long(), out_dtype=torch.float32)
 
 
 def launch_attention(kv_dtype: torch.dtype, *, is_plain: bool) -> None:

@@ -101,6 +101,22 @@ def test_embed(dtype: torch.dtype) -> None:
     assert_close(found, ORACLE.embed(table, ids, 1.5), dtype)
 
 
+def test_rows_take_tokens_from_the_step_before() -> None:
+    fresh_rng()
+    with guarded() as guards:
+        table = guards.wrap(torch.randn(37, 70).bfloat16())
+        ids = guards.wrap(torch.tensor([5, -1, 7, 36], dtype=torch.int32))
+        sources = guards.wrap(torch.tensor([-1, 1, -1, 2], dtype=torch.int32))
+        chosen = guards.wrap(torch.tensor([30, 31, 99]))
+        found, expected = (
+            ops.embed(table, ids, 2.0, sources=sources, chosen=chosen, out_dtype=torch.float32)
+            for ops in (TRITON, ORACLE)
+        )
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    wanted = torch.stack([*table[[5, 31, 7]].float(), torch.zeros(70)])
+    assert torch.equal(found, 2 * wanted), "an id outside of the vocabulary gives zeros"
+
+
 def draw_rope_case(rng: random.Random, guards: Guards, head_dim: int) -> dict[str, Any]:
     """Arguments of ``rope_store`` but for the pages."""
     num_heads, num_kv_heads = rng.choice(((1, 1), (4, 2), (9, 3), (7, 1)))

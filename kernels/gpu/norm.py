@@ -54,9 +54,11 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * size + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See ``ops.GpuOps``."""
-    return _launch(x, None, None, weight, eps, x.dtype)
+    return _launch(x, None, None, weight, eps, out_dtype or x.dtype)
 
 
 def add_rms_norm_(

@@ -34,9 +34,11 @@ __all__ = [
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See ``GpuOps``."""
-    return reference.rms_norm(_wide(x), _wide(weight), eps).to(x.dtype)
+    return reference.rms_norm(_wide(x), _wide(weight), eps).to(out_dtype or x.dtype)
 
 
 def add_rms_norm_(
@@ -230,11 +232,21 @@ def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     return form(_wide(gate_up)).to(gate_up.dtype)
 
 
-def embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
+def embed(
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    scale: float,
+    *,
+    sources: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """See ``GpuOps``."""
+    if sources is not None and chosen is not None:
+        token_ids = torch.where(sources >= 0, chosen[sources.clamp_min(0).long()], token_ids)
     is_known = (token_ids >= 0) & (token_ids < table.shape[0])
-    rows = _wide(table[torch.where(is_known, token_ids, 0)]) * scale
-    return torch.where(is_known.unsqueeze(1), rows, 0).to(table.dtype)
+    rows = _wide(table[torch.where(is_known, token_ids, 0).long()]) * scale
+    return torch.where(is_known.unsqueeze(1), rows, 0).to(out_dtype or table.dtype)
 
 
 def move_rows(

@@ -124,7 +124,7 @@ def rope_store_kernel(
     out_mask = mask & (head < num_heads)[:, None, None]
     tl.store(out_at, turned.to(out_ptr.dtype.element_ty), mask=out_mask)
 
-    slot = tl.load(slots_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     kept_head = (head - num_heads).to(tl.int64)
     is_kept = (head >= num_heads) & is_head & (slot >= 0)
     if IS_QUANTISED:
@@ -164,7 +164,7 @@ def rope_store(
     shape = num_rows, num_heads, head_dim
     out = torch.empty(shape, dtype=out_dtype or qkv.dtype, device=qkv.device)
     assert qkv.stride(-1) == 1 and rotations.is_contiguous(), "rows and table are dense"
-    assert rotations.dtype == torch.float32 and slots.dtype == torch.int64, "float32 and int64"
+    assert rotations.dtype == torch.float32, "a float32 table"
     if num_rows == 0:
         return out
     scales = pages.scales

@@ -380,13 +380,20 @@ def draw_kernel(
 
 
 def sample(
-    logits: torch.Tensor, inputs: SamplingInputs, *, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    inputs: SamplingInputs,
+    *,
+    allowed: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and (allowed is None or allowed.is_contiguous()), "dense rows"
     device = logits.device
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    assert out.dtype == torch.int64 and out.is_contiguous(), "dense int64 tokens"
+    tokens = out[:num_rows]
     if num_rows == 0:
         return tokens
     num_blocks = cdiv(vocab_size, _BLOCK)
