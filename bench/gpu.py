@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -183,7 +184,9 @@ class Parts:
         """All that is known so far."""
         if self._options.json is not None:
             contents = {**self.found, "goals": goals(self.found), "errors": self.errors}
-            self._options.json.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+            temporary = self._options.json.with_suffix(".part")
+            temporary.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+            temporary.replace(self._options.json)
 
 
 def _warnings() -> list[str]:
@@ -283,6 +286,7 @@ def _folder(path: Path | None) -> Iterator[Path]:
     beside = path.with_suffix(".parts")
     beside.mkdir(parents=True, exist_ok=True)
     yield beside
+    shutil.rmtree(beside)  # the whole's file has it all
 
 
 def run_all(options: argparse.Namespace) -> int:
@@ -314,7 +318,7 @@ def run_all(options: argparse.Namespace) -> int:
             parts.found["compiled_ahead"] = compilers.wait()
         finally:
             compilers.close()
-    parts.write()
+        parts.write()
     print(json.dumps({name: parts.found.get(name) for name in ("machine", "ceilings")}))
     print("\n".join(table(goals(parts.found))))
     for error in parts.errors:

@@ -27,7 +27,7 @@ _FLUSH_BYTES = 256 << 20  # written between two runs, so that nothing is read fr
 _NUM_TIMED = 15
 _NUM_REPEATS = 8
 DECODER_LIMIT = 1e-3  # of float32 logits
-_REPLAY_LIMIT = 0.05  # of |logits|: attention is split otherwise, through all layers of bfloat16
+_REPLAY_LIMIT = 0.1  # of |logits|: attention is split otherwise, through all layers of bfloat16
 
 
 class DeviceLostError(Exception):
@@ -277,10 +277,11 @@ def model(bench: Bench, form: Form) -> None:
                 lambda length=length: result["prefill"].append(_prefill(bench, made, length)),  # type: ignore[misc]
             )
     if bench.device.type == "cuda":
-        bench.attempt(f"{form} profile", lambda: result.update(kernels_of_a_step=_profile(made)))
         from kernels.gpu.tuning import TUNER
 
         result["tuned"] = TUNER.chosen
+        # The profiler last: what it does with a driver is not ours.
+        bench.attempt(f"{form} profile", lambda: result.update(kernels_of_a_step=_profile(made)))
     print(json.dumps({**result, "tuned": None}, indent=1), flush=True)
 
 

@@ -30,6 +30,7 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "bench/gpu.py", "--smoke", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert list(tmp_path.iterdir()) == [path], "what parts left is in the whole's file"
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["errors"] == []
     assert set(found) == {
