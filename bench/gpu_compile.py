@@ -144,14 +144,14 @@ def _shape_of(weight: torch.Tensor, form: str) -> GpuWeight:
     return weight
 
 
-def compile_model(form: str, *, is_smoke: bool) -> None:
+def compile_model(form: str, *, is_smoke: bool, num_layers: int = 1) -> None:
     """The steps of ``gpu_parts.model``: decoding, verification, and prompts."""
     from dataclasses import replace
 
     from bench.gpu_models import LLAMA_3_8B, BenchModel
     from llm_core import cuda_layer, gpu_decoder
 
-    config = replace(LLAMA_3_8B, num_layers=1, vocab_size=128256)
+    config = replace(LLAMA_3_8B, num_layers=num_layers, vocab_size=128256)
     make = lambda weight, name, dtype, device: _shape_of(weight, form)  # noqa: E731
     with (
         mock.patch.object(gpu_decoder, "gpu_weight", make),

@@ -100,6 +100,24 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     assert kernels == compiled, "each kernel is launched by tests.gpu_compile"
 
 
+@pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])
+def test_a_layer_of_a_decode_step_is_nine_kernels(form: str) -> None:
+    """As an H200 would run it: rotation, two of attention, a product, norm, two products, norm, a
+    product. Each gap between kernels is a time in which no weight is read."""
+    script = f"""
+from bench.gpu_compile import compile_model, compile_on_launch
+launched = []
+compile_on_launch(90, 132, print, lambda what: launched.append(what.split()[0]))
+for num_layers in (1, 2):
+    launched.clear()
+    compile_model({form!r}, is_smoke=True, num_layers=num_layers)
+    print(*launched)
+"""
+    one, two = (line.split() for line in run_python(script, PYTHONPATH=str(ROOT)).splitlines())
+    assert len(two) - len(one) == 9
+    assert len(one) == 2 + 9 + 1 + 4, "embedding, norm; the head; the sampler"
+
+
 def test_kernels_that_begin_early_wait_before_they_touch_anything() -> None:
     """But for weights, which nothing writes: their beginning is fetched ahead."""
     num_early = 0
