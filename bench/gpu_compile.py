@@ -174,7 +174,7 @@ def compile_model(form: str, *, is_smoke: bool, num_layers: int = 1) -> None:
     for step in steps[: 1 if is_smoke else None]:
         run(*step)
     # Whichever candidate is the fastest, what takes its parts is ready.
-    for num_parts in () if is_smoke else (1, 2, 4, 8):
+    for num_parts in () if is_smoke else (1, 2, 4):
         with mock.patch.object(matmul_few, "parts_of_a_wave", lambda *_, n=num_parts: n):
             run(*steps[0])
 

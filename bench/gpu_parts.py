@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 _FLUSH_BYTES = 256 << 20  # written between two runs, so that nothing is read from a cache
 _NUM_TIMED = 15
 _NUM_REPEATS = 8
+_CHAIN_LEN = 200
 DECODER_LIMIT = 1e-3  # of float32 logits
 _REPLAY_LIMIT = 0.1  # of |logits|: attention is split otherwise, through all layers of bfloat16
 
@@ -141,6 +143,8 @@ def card(bench: Bench) -> None:
     bench.attempt("machine", lambda: _machine(bench))
     bench.attempt("ceilings", lambda: _ceilings(bench))
     bench.attempt("decoder", lambda: _decoder(bench))
+    if bench.device.type == "cuda":
+        bench.attempt("launches", lambda: _launches(bench))
 
 
 def _machine(bench: Bench) -> None:
@@ -181,6 +185,28 @@ def _ceilings(bench: Bench) -> None:
         * 1e6,
     }
     print(json.dumps(bench.found["ceilings"]), flush=True)
+
+
+def _launches(bench: Bench) -> None:
+    """Microseconds of a small kernel in a chain that is replayed, each of which reads what the one
+    before it wrote: launched early, where the card can, and when that one has ended."""
+    from kernels.gpu import launch
+
+    x, weight = (torch.randn(1, 4096, device=bench.device) for _ in range(2))
+
+    def chain() -> None:
+        made = x
+        for _ in range(_CHAIN_LEN):
+            made = bench.ops.rms_norm(made, weight[0], 1e-5)
+
+    can = has_dependent_launch(bench.device)
+    found: Row = {}
+    for name, is_early in (("early_us", can), ("waiting_us", False)):
+        with mock.patch.object(launch, "has_dependent_launch", lambda _, early=is_early: early):
+            graph = CudaCapture()(chain)
+        found[name] = bench.time_s(graph.replay, flush=False) / _CHAIN_LEN * 1e6
+    bench.found["launches"] = found
+    print(json.dumps(found), flush=True)
 
 
 def _decoder(bench: Bench) -> None:

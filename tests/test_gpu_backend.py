@@ -16,8 +16,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.gpu import device, is_interpreted, load_ops, unavailable_reason
-from kernels.gpu.launch import cdiv, num_splits, power_of_2
+from kernels.gpu import device, is_interpreted, launch, load_ops, unavailable_reason
+from kernels.gpu.launch import cdiv, num_splits, parts_of_a_wave, power_of_2
 from kernels.gpu.tuning import Config, Tuner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -266,4 +266,12 @@ def test_work_is_split_to_fill_a_device() -> None:
     assert num_splits(1, 100, cpu, most=8) == 8
     assert num_splits(1000, 100, cpu, most=64) == 1
     assert num_splits(1, 0, cpu, most=64) == 1
+    # An H200's share of 64 tiles: as many as are wanted, but no second wave.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "num_multiprocessors", lambda device: 132)
+        assert parts_of_a_wave(64, 2, 4, 99, cpu, most=8) == 5
+        assert parts_of_a_wave(64, 9, 2, 99, cpu, most=8) == 4
+        assert parts_of_a_wave(64, 9, 9, 3, cpu, most=8) == 3
+        assert parts_of_a_wave(64, 9, 9, 99, cpu, most=4) == 4
+        assert parts_of_a_wave(2004, 2, 4, 99, cpu, most=8) == 1
     assert (cdiv(5, 4), cdiv(8, 4), power_of_2(5), power_of_2(8)) == (2, 2, 8, 8)

@@ -57,10 +57,12 @@ def num_splits(num_programs: int, num_pieces: int, device: torch.device, most: i
 
 
 def parts_of_a_wave(
-    num_programs: int, resident: int, num_pieces: int, device: torch.device, most: int
+    num_programs: int, wanted: int, room: int, num_pieces: int, device: torch.device, most: int
 ) -> int:
-    """Into how many parts the loop of each of ``num_programs`` programs is cut, so that all run at
-    once where each multiprocessor holds ``resident`` of them: a second wave of a few would run as
-    long as the first. Each part keeps at least one of ``num_pieces`` pieces of the loop."""
-    wave = max(1, resident) * num_multiprocessors(device)
-    return max(1, min(wave // num_programs, num_pieces, most))
+    """Into how many parts the loop of each of ``num_programs`` programs is cut, so that there are
+    ``wanted`` of them for each multiprocessor, but not more than the ``room`` that it has: a second
+    wave of a few would run as long as the first. Each part keeps at least one of ``num_pieces``
+    pieces of the loop."""
+    count = num_multiprocessors(device)
+    parts = min(cdiv(wanted * count, num_programs), room * count // num_programs)
+    return max(1, min(parts, num_pieces, most))

@@ -6,11 +6,12 @@ Codes are multiplied as they are, exact in 16 bits, and the scale of a group is 
 group's sum; what is added to each code of a group (its zero, and what ``codes_of`` adds) is
 multiplied by the sum of the group's inputs, which is a product with ones: tensor cores have time.
 
-A device is filled by one wave of programs. Where there are fewer output tiles, the inputs are split
-too; the parts are added in a fixed order, so the result is the same in every run: by a second
-kernel, or by the operation that follows, which then needs none (``parts_of_few_rows``). A gated
-product has the gate and what it gates in neighbouring rows of its tile. While a program waits for
-what comes before it, the beginning of its weights is already on the way.
+A device is filled by one wave of programs, with as many bytes in flight as its memory needs to keep
+going. Where there are fewer output tiles, the inputs are split too; the parts are added in a fixed
+order, so the result is the same in every run: by a second kernel, or by the operation that follows,
+which then needs none (``parts_of_few_rows``). A gated product has the gate and what it gates in
+neighbouring rows of its tile. While a program waits for what comes before it, the beginning of its
+weights is already on the way.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from kernels.gpu.tuning import TUNER, Config
 from kernels.gpu.weights import GpuWeight, Int4Weight, Int8Weight, weight_shape
 
 MAX_ROWS = 64
-MAX_PARTS = 8
+MAX_PARTS = 4  # one program of the operation that follows reads all of a row's
 _REDUCE_BLOCK = 512
 _PREFETCH_BYTES = 32768  # by each program: some microseconds of the device's memory for all of them
 _SHARED_BYTES = 200_000  # of a multiprocessor: decides how many programs it holds, no more
-_MOST_RESIDENT = 8
+_IN_FLIGHT_BYTES = 65536  # of a multiprocessor: what a large card's memory gives it in 2 us
 CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
@@ -49,9 +50,9 @@ CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4},
 )
 INT4_CONFIGS: tuple[Config, ...] = (
-    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 6},
-    {"BLOCK_N": 64, "num_warps": 2, "num_stages": 6},
-    {"BLOCK_N": 32, "num_warps": 2, "num_stages": 6},
+    {"BLOCK_N": 64, "num_warps": 4, "num_stages": 7},
+    {"BLOCK_N": 64, "num_warps": 2, "num_stages": 7},
+    {"BLOCK_N": 32, "num_warps": 2, "num_stages": 8},
     {"BLOCK_N": 32, "num_warps": 1, "num_stages": 6},
     {"BLOCK_N": 128, "num_warps": 4, "num_stages": 5},
 )
@@ -164,6 +165,18 @@ def few_rows_kernel(
                BLOCK_N)  # fmt: skip
 
 
+@triton.jit
+def two_dots(a, x, b, y, to, IS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
+    """to (0 if IS_FIRST) + a @ x + b @ y. Of so few rows that registers abound, side by side: a
+    product that adds to the one before it waits for it, and few programs are there to fill that
+    time."""
+    if BLOCK_M <= 8:
+        nothing = tl.zeros((a.shape[0], x.shape[1]), tl.float32)
+        both = dot(a, x, nothing) + dot(b, y, nothing)
+        return both if IS_FIRST else to + both
+    return dot(b, y, dot(a, x, to))
+
+
 @triton.jit(do_not_specialize=["num_rows", "spans_per_part"])
 def few_rows_int4_kernel(
     x_ptr,
@@ -260,19 +273,20 @@ def few_rows_int4_kernel(
             else:
                 next_high_zero = next_zero
         codes0, codes1, codes2, codes3 = codes_of(words, x0.dtype, OFFSET)
-        low = dot(codes1, x1, dot(codes0, x0, nothing))
+        low = two_dots(codes0, x0, codes1, x1, nothing, True, BLOCK_M)
         if GROUPS == 1:
-            acc += dot(codes3, x3, dot(codes2, x2, low)) * scale[:, None]
+            acc += two_dots(codes2, x2, codes3, x3, low, False, BLOCK_M) * scale[:, None]
         else:
             acc += low * scale[:, None]
-            acc += dot(codes3, x3, dot(codes2, x2, nothing)) * high_scale[:, None]
+            acc += two_dots(codes2, x2, codes3, x3, nothing, True, BLOCK_M) * high_scale[:, None]
         if HAS_ZERO or OFFSET != 0.0:
-            low_sum = dot(ones, x1, dot(ones, x0, nothing))
+            low_sum = two_dots(ones, x0, ones, x1, nothing, True, BLOCK_M)
             if GROUPS == 1:
-                acc += dot(ones, x3, dot(ones, x2, low_sum)) * zero[:, None]
+                acc += two_dots(ones, x2, ones, x3, low_sum, False, BLOCK_M) * zero[:, None]
             else:
                 acc += low_sum * zero[:, None]
-                acc += dot(ones, x3, dot(ones, x2, nothing)) * high_zero[:, None]
+                high_sum = two_dots(ones, x2, ones, x3, nothing, True, BLOCK_M)
+                acc += high_sum * high_zero[:, None]
         words_at += span_words
         x_at += 4 * QUARTER
     store_tile(acc, out_ptr, bias_ptr, n, is_out, num_rows, num_out, HAS_BIAS, GATE, BLOCK_M,
@@ -367,11 +381,12 @@ class _Product:
         num_tiles = cdiv(num_out, block_n)
         stage_bytes = block_n * row_bytes + block_m * stage_inputs * x.element_size()
         num_buffers = max(1, config["num_stages"] - 1)  # the last stage is in registers
-        resident = min(_MOST_RESIDENT, _SHARED_BYTES // (num_buffers * stage_bytes))
+        wanted = cdiv(_IN_FLIGHT_BYTES, num_buffers * block_n * row_bytes)
+        room = max(1, _SHARED_BYTES // (num_buffers * stage_bytes))
         parts = 1
         if self.gate == "none":
             pieces = cdiv(num_blocks, least)
-            parts = parts_of_a_wave(num_tiles, resident, pieces, x.device, MAX_PARTS)
+            parts = parts_of_a_wave(num_tiles, wanted, room, pieces, x.device, MAX_PARTS)
         blocks_per_part = cdiv(num_blocks, parts)
         parts = cdiv(num_blocks, blocks_per_part)  # none is empty
 

@@ -113,7 +113,7 @@ def _launch(
         HAS_POST=post_weight is not None,
         PARTS=power_of_2(num_parts),  # few variants
         BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 256)),
         **dependent(x.device),
     )
     return out
