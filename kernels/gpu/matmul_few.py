@@ -136,6 +136,9 @@ def few_rows_kernel(
         line = first * BLOCK_K + tl.arange(0, NUM_LINES) * per_line
         row_at = weight_ptr + tl.where(is_out, n, 0)[:, None].to(tl.int64) * num_in
         prefetch(row_at + tl.minimum(line, num_in - 1)[None, :])
+    row_scale = tl.full((BLOCK_N,), 1.0, tl.float32)
+    if HAS_SCALE and not IS_GROUPED:
+        row_scale = tl.load(scale_ptr + n, mask=is_out, other=0.0).to(tl.float32)
     wait_for_inputs(EARLY)
     x_at = x_ptr + m[None, :].to(tl.int64) * x_stride
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -160,7 +163,7 @@ def few_rows_kernel(
         else:
             acc = dot(to_float(codes, x.dtype), x, acc)
     if HAS_SCALE and not IS_GROUPED:
-        acc *= tl.load(scale_ptr + n, mask=is_out, other=0.0).to(tl.float32)[:, None]
+        acc *= row_scale[:, None]
     store_tile(acc, out_ptr, bias_ptr, n, is_out, num_rows, num_out, HAS_BIAS, GATE, BLOCK_M,
                BLOCK_N)  # fmt: skip
 
