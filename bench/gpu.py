@@ -58,6 +58,7 @@ _PARTS = {
     "kernels": (130.0, 25.0),
     "fp8": (90.0, 40.0),
 }
+_MODELS = ("bf16", "int4", "fp8")
 _GRACE_S = 6.0  # for what a part has begun in time
 _COMPILE_S = 75.0  # models wait this long for what is compiled ahead
 _MAX_RESTARTS = 6  # of the kernels' part, each behind the case that ended it
@@ -76,7 +77,7 @@ def run_part(options: argparse.Namespace) -> int:
     deadline = time.monotonic() + options.seconds
     bench = Bench(options.smoke, deadline, options.json, load_ops("triton"), device)
     bench.copy_bytes_per_s, bench.flops_per_s = copy_bytes, flops
-    bench.skip_cases = options.skip_cases
+    bench.skip_cases, bench.is_tuned = options.skip_cases, not options.untuned
     try:
         with torch.inference_mode():
             for part in options.part:
@@ -118,15 +119,22 @@ class Parts:
         return not all(error < DECODER_LIMIT for error in errors)
 
     def run(self, *names: str) -> None:
-        """Parts of one process. The kernels' goes on behind a case that ends it."""
+        """Parts of one process. The kernels' goes on behind a case that ends it; a model's that did
+        not come to one decode step is tried once more, with the first launch configurations only.
+        """
         longest, least = (sum(self.limits[name][n] for name in names) for n in range(2))
-        skip_cases = 0
+        skip_cases, is_tuned = 0, True
         for number in range(_MAX_RESTARTS):
             seconds = min(longest, self.left_s - self.grace_s)
             if seconds < least and not self._options.smoke:
                 self._fail("+".join(names), f"left out, {self.left_s:.0f} s are left")
                 return
-            status = self._run(names, seconds, number, skip_cases)
+            status = self._run(names, seconds, number, skip_cases, is_tuned=is_tuned)
+            if names[0] in _MODELS and len(names) == 1:
+                if status == 0 or not is_tuned or self.found.get(names[0], {}).get("decode"):
+                    return
+                is_tuned = False
+                continue
             rows = self.found.get("kernels", [])
             if names != ("kernels",) or status in (0, 1) or not rows:
                 return
@@ -135,7 +143,15 @@ class Parts:
                 return  # it ended before its first case, and would again
             skip_cases = last_case + 1
 
-    def _run(self, names: tuple[str, ...], seconds: float, number: int, skip_cases: int) -> int:
+    def _run(
+        self,
+        names: tuple[str, ...],
+        seconds: float,
+        number: int,
+        skip_cases: int,
+        *,
+        is_tuned: bool,
+    ) -> int:
         path = self._folder / f"{'-'.join(names)}-{number}.json"
         ceilings = self.found.get("ceilings", {})
         # Without them shares mean nothing, but times do.
@@ -145,6 +161,7 @@ class Parts:
         command += ["--json", str(path), "--seconds", f"{seconds:.0f}"]
         command += ["--ceilings", f"{copy_bytes},{flops}", "--skip-cases", str(skip_cases)]
         command += ["--smoke"] if self._options.smoke else []
+        command += [] if is_tuned else ["--untuned"]
         start = time.monotonic()
         limit_s = 600.0 if self._options.smoke else seconds + self.grace_s
         process = subprocess.Popen(command, cwd=ROOT)
@@ -359,6 +376,7 @@ def main() -> int:
     own.add_argument("--part", nargs="+", choices=list(_PARTS), help=argparse.SUPPRESS)
     own.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     own.add_argument("--ceilings", default="1e9,1e12", help=argparse.SUPPRESS)
+    own.add_argument("--untuned", action="store_true", help=argparse.SUPPRESS)
     own.add_argument("--skip-cases", type=int, default=0, help=argparse.SUPPRESS)
     options: Any = parser.parse_args()
     return run_part(options) if options.part else run_all(options)

@@ -9,6 +9,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Bench:
     copy_bytes_per_s: float = 0.0
     flops_per_s: float = 0.0
     skip_cases: int = 0
+    is_tuned: bool = True
 
     @property
     def left_s(self) -> float:
@@ -133,6 +135,10 @@ class Bench:
             run()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Launch configurations are measured inside, if they are to be."""
+        return measuring() if self.is_tuned else nullcontext()
 
     def capture(self) -> CudaCapture | None:
         return CudaCapture() if self.device.type == "cuda" else None
@@ -255,7 +261,7 @@ def _kernel(bench: Bench, oracle: GpuOps, case: Case) -> Row:
     result = outputs + case.written(inputs)
     error = max(difference(r, e) for r, e in zip(result, expected, strict=True))
     if not bench.is_smoke:
-        with measuring():
+        with bench.measuring():
             case.run(bench.ops, inputs)
         took_s = bench.time_s(lambda: case.run(bench.ops, inputs))
     bytes_s = case.cost.num_bytes / bench.copy_bytes_per_s
@@ -316,7 +322,7 @@ def _decode(bench: Bench, made: BenchModel, count: int, context: int, *, is_brie
     batch = made.batch(count, context - 1, 1, tree=False, chooses=True)
     logits_too = made.batch(count, context - 1, 1, tree=False)
     if not bench.is_smoke:
-        with measuring():
+        with bench.measuring():
             for _ in range(4):  # recorded at the third time
                 made.decoder.forward(batch, made.cache)
     wall_s = bench.wall_s(lambda: made.decoder.forward(batch, made.cache), 25)
@@ -381,7 +387,7 @@ def _verification(bench: Bench, made: BenchModel, context: int, result: Row) -> 
     for count in (1, 2) if bench.is_smoke else (1, 8, 2, 4, 16, 32, 64):
         batch = made.batch(1, context, count, tree=True, chooses=True)
         if not bench.is_smoke:
-            with measuring():
+            with bench.measuring():
                 for _ in range(4):
                     made.decoder.forward(batch, made.cache)
         wall_s = bench.wall_s(lambda batch=batch: made.decoder.forward(batch, made.cache), 15)  # type: ignore[misc]
@@ -402,7 +408,7 @@ def _prefill(bench: Bench, made: BenchModel, length: int) -> Row:
             made.decoder.forward(batch, made.cache)
 
     if not bench.is_smoke:
-        with measuring():
+        with bench.measuring():
             chunks(length)
             chunks(512)
     whole_s = bench.wall_s(lambda: chunks(length), 3)

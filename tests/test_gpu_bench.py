@@ -159,7 +159,25 @@ time.sleep(600)
     parts.grace_s = 1.0
     parts.run("int4")
     assert parts.found["int4"] == {"decode": []}
-    assert [error["error"] for error in parts.errors] == ["ended after 2 s: it hung, or was slow"]
+    ended = "ended after 2 s: it hung, or was slow"
+    assert [error["error"] for error in parts.errors] == [ended] * 2, "with and without measuring"
+
+
+@pytest.mark.parametrize("breaks", ["tuned", "always"])
+def test_a_model_without_a_step_is_tried_with_the_first_configurations(
+    tmp_path: Path, breaks: str
+) -> None:
+    """A candidate that ends the process must not cost the figures that matter most."""
+    script = f"""
+import os
+works = "--untuned" in arguments and {breaks!r} != "always"
+json.dump({{"bf16": {{"decode": [{{"batch": 8}}] * works}}, "errors": []}}, open(path, "w"))
+sys.exit(0 if works else 4)
+"""
+    parts = parts_with(tmp_path, script)
+    parts.run("bf16")
+    assert len(parts.found["bf16"]["decode"]) == (breaks == "tuned")
+    assert len(parts.errors) == (1 if breaks == "tuned" else 2)
 
 
 def test_kernels_go_on_behind_the_case_that_lost_the_device(tmp_path: Path) -> None:
