@@ -114,11 +114,14 @@ def every_candidate() -> Iterator[None]:
 class _Shapes(Mapping[str, torch.Tensor]):
     """A model's weights, without memory."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self._shapes = shapes
+        self._dtype = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=torch.bfloat16, device="meta")
+        return torch.empty(self._shapes[name], dtype=self._dtype, device="meta")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -179,6 +182,19 @@ def compile_model(form: str, *, is_smoke: bool, num_layers: int = 1) -> None:
             run(*steps[0])
 
 
+def compile_decoder(*, is_smoke: bool) -> None:
+    """The steps of ``gpu_models.compare_with_cpu``."""
+    from bench.gpu_models import comparison_decoder, comparison_model, comparison_steps
+    from llm_core.loading.weights import weight_shapes
+
+    config = comparison_model(is_smoke=is_smoke)
+    weights = _Shapes(weight_shapes(config), torch.float32)
+    device = torch.device("meta")
+    decoder, cache = comparison_decoder(config, weights, load_ops("triton"), device, None)
+    for _, batch in comparison_steps(torch.Generator(), is_smoke=is_smoke):
+        decoder.run(decoder.pack(batch, cache), cache)
+
+
 def compile_kernels(*, is_smoke: bool) -> None:
     """The cases of ``gpu_kernels``, in sizes that make the same variants and are soon made."""
     from bench.gpu_kernels import Sizes, cases
@@ -206,7 +222,8 @@ def main() -> int:
     parser.add_argument("--capability", type=int, required=True)
     parser.add_argument("--multiprocessors", type=int, required=True)
     parser.add_argument("--share", default="0/1", help="N/M: the Nth of M processes")
-    parser.add_argument("--parts", nargs="+", default=["bf16", "int4", "kernels", "fp8"])
+    every_part = ["card", "bf16", "int4", "kernels", "fp8"]
+    parser.add_argument("--parts", nargs="+", choices=every_part, default=every_part)
     parser.add_argument("--smoke", action="store_true", help="one step or case of each part")
     parser.add_argument("--front-end", action="store_true", help="types and shapes only")
     options = parser.parse_args()
@@ -222,13 +239,17 @@ def main() -> int:
         lambda what: zlib.crc32(what.encode()) % num_shares == share,
     )
     status = 0
-    with torch.inference_mode(), every_candidate():
+    with torch.inference_mode():
         for part in options.parts:
             try:
-                if part == "kernels":
-                    compile_kernels(is_smoke=options.smoke)
+                if part == "card":  # where none is measured
+                    compile_decoder(is_smoke=options.smoke)
                 else:
-                    compile_model(part, is_smoke=options.smoke)
+                    with every_candidate():
+                        if part == "kernels":
+                            compile_kernels(is_smoke=options.smoke)
+                        else:
+                            compile_model(part, is_smoke=options.smoke)
             # Ahead of time or not: what does not compile is found, and told, when it is launched.
             except Exception as error:
                 print(f"{part} ahead of time: {type(error).__name__}: {error}", file=sys.stderr)
