@@ -9,7 +9,9 @@ of drafts, prompts); each kernel against its oracle on fresh random inputs, and 
 floor; the model in FP8. Each part is a process of its own with a share of the time: one that
 crashes, hangs or loses the device takes nothing with it, and what it had found is kept. Meanwhile
 the other processors compile ahead what the parts will launch. At the end a table compares what was
-found with the goals. Needs torch with CUDA, triton, and 40 GB of GPU memory.
+found with the goals. Needs torch with CUDA, triton, numpy, and 40 GB of GPU memory. The exit status
+is 0 only where all was measured and right. Early launches of kernels are tried first, and done
+without for the rest of the run where the small decoder is wrong with them.
 """
 
 from __future__ import annotations
