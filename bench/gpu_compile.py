@@ -31,7 +31,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu import Float8Weight, GpuWeight, Int4Weight, launch, load_ops
+from bench.bare_machine import without_client
+from kernels.gpu import Float8Weight, GpuWeight, Int4Weight, launch, load_ops, matmul_few
+from kernels.gpu.device import SWITCH
 from kernels.gpu.tuning import Config, Key, Tuner
 
 
@@ -69,6 +71,8 @@ def compile_on_launch(
     """
     driver.set_active(NoDevice(capability))
     launch.num_multiprocessors = lambda device: num_multiprocessors
+    has_dependent_launch = capability >= 90 and os.environ.get(SWITCH, "1") != "0"
+    launch.has_dependent_launch = lambda device: has_dependent_launch
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -110,11 +114,14 @@ def every_candidate() -> Iterator[None]:
 class _Shapes(Mapping[str, torch.Tensor]):
     """A model's weights, without memory."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self._shapes = shapes
+        self._dtype = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shapes[name], dtype=torch.bfloat16, device="meta")
+        return torch.empty(self._shapes[name], dtype=self._dtype, device="meta")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -131,7 +138,7 @@ def _shape_of(weight: torch.Tensor, form: str) -> GpuWeight:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     if form == "int4":
-        packed = empty(num_in // 128, num_out, 64, dtype=torch.uint8)
+        packed = empty(num_in // 128, num_out, 32, dtype=torch.int16)
         scale = empty(num_in // 128, num_out, dtype=torch.float16)
         return Int4Weight(packed, scale, scale, 128, num_in)
     if form == "fp8":
@@ -140,14 +147,14 @@ def _shape_of(weight: torch.Tensor, form: str) -> GpuWeight:
     return weight
 
 
-def compile_model(form: str, *, is_smoke: bool) -> None:
+def compile_model(form: str, *, is_smoke: bool, num_layers: int = 1) -> None:
     """The steps of ``gpu_parts.model``: decoding, verification, and prompts."""
     from dataclasses import replace
 
     from bench.gpu_models import LLAMA_3_8B, BenchModel
     from llm_core import cuda_layer, gpu_decoder
 
-    config = replace(LLAMA_3_8B, num_layers=1, vocab_size=128256)
+    config = replace(LLAMA_3_8B, num_layers=num_layers, vocab_size=128256)
     make = lambda weight, name, dtype, device: _shape_of(weight, form)  # noqa: E731
     with (
         mock.patch.object(gpu_decoder, "gpu_weight", make),
@@ -162,16 +169,37 @@ def compile_model(form: str, *, is_smoke: bool) -> None:
     steps = [(count, 1023, 1, False) for count in (1, 8, 64)]
     steps += [(1, 1024, rows, True) for rows in (2, 4, 8, 16, 32, 64)]
     steps += [(1, 0, rows, False) for rows in (512, 1024, 8192)]
-    for count, start, rows, is_tree in steps[: 1 if is_smoke else None]:
+
+    def run(count: int, start: int, rows: int, is_tree: bool) -> None:
         batch = made.batch(count, start, rows, tree=is_tree, chooses=True)
         made.decoder.run(made.decoder.pack(batch, made.cache), made.cache)
+
+    for step in steps[: 1 if is_smoke else None]:
+        run(*step)
+    # Whichever candidate is the fastest, what takes its parts is ready.
+    for num_parts in () if is_smoke else (1, 2, 4):
+        with mock.patch.object(matmul_few, "parts_of_a_wave", lambda *_, n=num_parts: n):
+            run(*steps[0])
+
+
+def compile_decoder(*, is_smoke: bool) -> None:
+    """The steps of ``gpu_models.compare_with_cpu``."""
+    from bench.gpu_models import comparison_decoder, comparison_model, comparison_steps
+    from llm_core.loading.weights import weight_shapes
+
+    config = comparison_model(is_smoke=is_smoke)
+    weights = _Shapes(weight_shapes(config), torch.float32)
+    device = torch.device("meta")
+    decoder, cache = comparison_decoder(config, weights, load_ops("triton"), device, None)
+    for _, batch in comparison_steps(torch.Generator(), is_smoke=is_smoke):
+        decoder.run(decoder.pack(batch, cache), cache)
 
 
 def compile_kernels(*, is_smoke: bool) -> None:
     """The cases of ``gpu_kernels``, in sizes that make the same variants and are soon made."""
     from bench.gpu_kernels import Sizes, cases
 
-    small = Sizes(2048, 16, 4, 128, 2048, 128256, 256, 256, 16, 256, 512)
+    small = Sizes(2048, 16, 4, 128, 2048, 128256, 256, 256, 256, 16, 256, 512)
     for make in cases(small)[: 1 if is_smoke else None]:
         case = make()
         case.run(load_ops("triton"), case.inputs)
@@ -194,10 +222,12 @@ def main() -> int:
     parser.add_argument("--capability", type=int, required=True)
     parser.add_argument("--multiprocessors", type=int, required=True)
     parser.add_argument("--share", default="0/1", help="N/M: the Nth of M processes")
-    parser.add_argument("--parts", nargs="+", default=["bf16", "int4", "kernels", "fp8"])
+    every_part = ["card", "bf16", "int4", "kernels", "fp8"]
+    parser.add_argument("--parts", nargs="+", choices=every_part, default=every_part)
     parser.add_argument("--smoke", action="store_true", help="one step or case of each part")
     parser.add_argument("--front-end", action="store_true", help="types and shapes only")
     options = parser.parse_args()
+    without_client()
     if options.front_end:
         triton.compiler.compile = check_front_end
     share, num_shares = map(int, options.share.split("/"))
@@ -209,13 +239,17 @@ def main() -> int:
         lambda what: zlib.crc32(what.encode()) % num_shares == share,
     )
     status = 0
-    with torch.inference_mode(), every_candidate():
+    with torch.inference_mode():
         for part in options.parts:
             try:
-                if part == "kernels":
-                    compile_kernels(is_smoke=options.smoke)
+                if part == "card":  # where none is measured
+                    compile_decoder(is_smoke=options.smoke)
                 else:
-                    compile_model(part, is_smoke=options.smoke)
+                    with every_candidate():
+                        if part == "kernels":
+                            compile_kernels(is_smoke=options.smoke)
+                        else:
+                            compile_model(part, is_smoke=options.smoke)
             # Ahead of time or not: what does not compile is found, and told, when it is launched.
             except Exception as error:
                 print(f"{part} ahead of time: {type(error).__name__}: {error}", file=sys.stderr)

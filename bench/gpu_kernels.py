@@ -41,7 +41,8 @@ class Sizes:
     head_dim: int = 128
     inner: int = 14336
     vocab: int = 128256
-    many_rows: int = 2048
+    many_rows: int = 4096
+    prompt_rows: int = 2048
     product_rows: int = 2048
     batch: int = 64
     context: int = 1024
@@ -51,7 +52,7 @@ class Sizes:
 
 
 SMOKE_SIZES = Sizes(
-    *(64, 2, 1, 16, 64, 40, 2, 65, 2, 18, 18),
+    *(64, 2, 1, 16, 64, 40, 2, 2, 65, 2, 18, 18),
     rows=(1, 2),
     kv_dtypes=(BF16, torch.float8_e4m3fn),
 )
@@ -108,11 +109,12 @@ def cases(sizes: Sizes) -> list[Callable[[], Case]]:
             lambda dtype=dtype: _decode(s, 1, s.long_context, dtype),  # type: ignore[misc]
             lambda dtype=dtype: _decode(s, s.batch, s.context, dtype),  # type: ignore[misc]
             lambda dtype=dtype: _tree(s, s.rows[1], s.long_context, dtype),  # type: ignore[misc]
-            lambda dtype=dtype: _prefill(s, s.many_rows, dtype),  # type: ignore[misc]
+            lambda dtype=dtype: _prefill(s, s.prompt_rows, dtype),  # type: ignore[misc]
         ]
     for form in ("bf16", "int4", "int8", "fp8"):
         for rows in sorted({*s.rows, s.product_rows}):
             made.append(lambda form=form, rows=rows: _matmul(s, form, rows))  # type: ignore[misc]
+        made.append(lambda form=form: _matmul(s, form, s.rows[0], is_gated=True))  # type: ignore[misc]
     return made
 
 
@@ -297,8 +299,8 @@ def _prefill(s: Sizes, rows: int, dtype: torch.dtype) -> Case:
     return Case(f"prefill_attention {rows} kv {_short(dtype)}", inputs, run, cost, _limit(dtype))
 
 
-def _matmul(s: Sizes, form: str, rows: int) -> Case:
-    num_out = s.inner
+def _matmul(s: Sizes, form: str, rows: int, *, is_gated: bool = False) -> Case:
+    num_out = s.inner if rows == s.product_rows else 2 * s.inner  # enough to be worth timing
     values = torch.randn(num_out, s.hidden) * s.hidden**-0.5
     weight: GpuWeight = values.to(BF16)
     if form == "int4":
@@ -311,11 +313,10 @@ def _matmul(s: Sizes, form: str, rows: int) -> Case:
     elif form == "fp8":
         weight = pack_float8(*quantize_float8(values))
     inputs = {"x": torch.randn(rows, s.hidden).to(BF16), "weight": weight}
-    out = torch.empty(rows, num_out, dtype=BF16)
+    out = torch.empty(rows, num_out // 2 if is_gated else num_out, dtype=BF16)
     cost = matmul_cost(inputs["x"], weight, out)
-    return Case(
-        f"matmul {form} {rows}x{num_out}x{s.hidden}",
-        inputs,
-        lambda ops, i: (ops.matmul(i["x"], i["weight"]),),
-        cost,
-    )
+    size = f"{form} {rows}x{num_out}x{s.hidden}"
+    if is_gated:
+        run = lambda ops, i: (ops.matmul_gated(i["x"], i["weight"]),)  # noqa: E731
+        return Case(f"matmul_gated {size}", inputs, run, cost)
+    return Case(f"matmul {size}", inputs, lambda ops, i: (ops.matmul(i["x"], i["weight"]),), cost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -151,20 +151,14 @@ class BenchModel:
         return layers + 2 * c.hidden_size * c.vocab_size
 
 
-def compare_with_cpu(
-    ops: GpuOps, device: torch.device, capture: Capture | None, *, is_smoke: bool
-) -> dict[str, float]:
-    """Largest difference of float32 logits from the CPU's decoder: eager steps, then steps that
-    are replayed from graphs. Names say what was run."""
-    changes: dict[str, Any] = {
-        "attention_softcap": 5.0,
-        "logit_softcap": 3.0,
-        "sliding_window": 9,
-        "layer_is_sliding": (True, False)[: 1 if is_smoke else 2],
-        "qk_norm": True,
-        "post_norms": True,
-    }
-    config = ModelConfig(
+# Of each sequence: its first new position, its rows, and their parents if they are a tree.
+_Parts = list[tuple[int, int, tuple[int, ...] | None]]
+_TABLES = ((3, 1, 7, 9, 11, 12), (2, 8, 0, 5, 4, 6))
+
+
+def comparison_model(*, is_smoke: bool) -> ModelConfig:
+    """A small one that has everything."""
+    return ModelConfig(
         num_layers=1 if is_smoke else 2,
         hidden_size=64,
         num_heads=2 if is_smoke else 4,
@@ -173,31 +167,21 @@ def compare_with_cpu(
         intermediate_size=96,
         vocab_size=97,
         context_len=128,
-        **changes,
+        attention_softcap=5.0,
+        logit_softcap=3.0,
+        sliding_window=9,
+        layer_is_sliding=(True, False)[: 1 if is_smoke else 2],
+        qk_norm=True,
+        post_norms=True,
     )
-    generator = torch.Generator().manual_seed(torch.randint(1 << 30, (1,)).item())
-    weights: dict[str, Weight] = {}
-    for name, shape in weight_shapes(config).items():
-        values = torch.randn(shape, generator=generator)
-        weights[name] = values * shape[-1] ** -0.5 if len(shape) == 2 else 1 + 0.2 * values
-    cpu = Decoder(config, weights, FormatChoice("float32", "float32"), select_backend("cpu"), 128)
-    gpu = TritonDecoder(
-        config,
-        weights,
-        ops,
-        device=device,
-        dtype=torch.float32,
-        max_context=128,
-        weight_format="float32",
-        capture=capture,
-    )
-    caches = (
-        KvCache(config, 16, BLOCK_SIZE),
-        GpuKvCache(config, 16, BLOCK_SIZE, "float32", device=device, ops=ops),
-    )
-    tables = ((3, 1, 7, 9, 11, 12), (2, 8, 0, 5, 4, 6))
+
+
+def comparison_steps(
+    generator: torch.Generator, *, is_smoke: bool
+) -> Iterator[tuple[str, ForwardBatch]]:
+    """What is run, by name: eager steps, then steps that are replayed from graphs."""
     tree = (-1, 0, 0, 1, 1, 2)
-    steps: list[tuple[str, list[tuple[int, int, tuple[int, ...] | None]]]] = [
+    steps: list[tuple[str, _Parts]] = [
         ("prompts", [(0, 70, None), (0, 20, None)]),
         # Graphs are recorded at the third time.
         *[("one row each", [(70 + n, 1, None), (20 + n, 1, None)]) for n in range(5)],
@@ -208,17 +192,55 @@ def compare_with_cpu(
         prompt = "prompts", [(0, 65, None), (0, 2, None)]
         steps = [prompt, ("one row each", [(65, 1, None), (2, 1, None)])]
         steps += [("trees", [(66, 3, tree[:3]), (3, 1, None)])]
-    found: dict[str, float] = {}
+    vocab_size = comparison_model(is_smoke=is_smoke).vocab_size
     for name, parts in steps:
         segments = tuple(
             Segment(table, start, length, parents)
-            for table, (start, length, parents) in zip(tables, parts, strict=True)
+            for table, (start, length, parents) in zip(_TABLES, parts, strict=True)
         )
         num_rows = sum(segment.length for segment in segments)
-        tokens = torch.randint(config.vocab_size, (num_rows,), generator=generator)
-        batch = ForwardBatch(tokens, segments, torch.arange(num_rows))
-        expected = cpu.forward(batch, caches[0]).logits
-        result = gpu.forward(batch, caches[1]).logits
+        tokens = torch.randint(vocab_size, (num_rows,), generator=generator)
+        yield name, ForwardBatch(tokens, segments, torch.arange(num_rows))
+
+
+def comparison_decoder(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    ops: GpuOps,
+    device: torch.device,
+    capture: Capture | None,
+) -> tuple[TritonDecoder, GpuKvCache]:
+    """In float32, and a pool for two sequences."""
+    decoder = TritonDecoder(
+        config,
+        weights,
+        ops,
+        device=device,
+        dtype=torch.float32,
+        max_context=128,
+        weight_format="float32",
+        capture=capture,
+    )
+    return decoder, GpuKvCache(config, 16, BLOCK_SIZE, "float32", device=device, ops=ops)
+
+
+def compare_with_cpu(
+    ops: GpuOps, device: torch.device, capture: Capture | None, *, is_smoke: bool
+) -> dict[str, float]:
+    """Largest difference of float32 logits from the CPU's decoder, by name of the step."""
+    config = comparison_model(is_smoke=is_smoke)
+    generator = torch.Generator().manual_seed(torch.randint(1 << 30, (1,)).item())
+    weights: dict[str, Weight] = {}
+    for name, shape in weight_shapes(config).items():
+        values = torch.randn(shape, generator=generator)
+        weights[name] = values * shape[-1] ** -0.5 if len(shape) == 2 else 1 + 0.2 * values
+    cpu = Decoder(config, weights, FormatChoice("float32", "float32"), select_backend("cpu"), 128)
+    cpu_cache = KvCache(config, 16, BLOCK_SIZE)
+    gpu, gpu_cache = comparison_decoder(config, weights, ops, device, capture)
+    found: dict[str, float] = {}
+    for name, batch in comparison_steps(generator, is_smoke=is_smoke):
+        expected = cpu.forward(batch, cpu_cache).logits
+        result = gpu.forward(batch, gpu_cache).logits
         error = float((result - expected).abs().max())
         found[name] = max(found.get(name, 0.0), error if error == error else float("inf"))
     return found

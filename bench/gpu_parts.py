@@ -9,21 +9,28 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from bench.gpu_kernels import SMOKE_SIZES, Case, Sizes, cases, difference, moved
 from bench.gpu_models import LLAMA_3_8B, SMOKE_MODEL, BenchModel, Form, compare_with_cpu
 from kernels.gpu import GpuOps, load_ops, measuring
-from llm_core.batch import Launched
+from kernels.gpu.device import has_dependent_launch
+from llm_core.batch import ForwardBatch, Launched
 from llm_core.cuda_graphs import CudaCapture
 
 Row = dict[str, Any]
 _FLUSH_BYTES = 256 << 20  # written between two runs, so that nothing is read from a cache
 _NUM_TIMED = 15
+_NUM_REPEATS = 8
+_CHAIN_LEN = 200
+DECODER_LIMIT = 1e-3  # of float32 logits
+_REPLAY_LIMIT = 0.1  # of |logits|: attention is split otherwise, through all layers of bfloat16
 
 
 class DeviceLostError(Exception):
@@ -44,6 +51,7 @@ class Bench:
     copy_bytes_per_s: float = 0.0
     flops_per_s: float = 0.0
     skip_cases: int = 0
+    is_tuned: bool = True
 
     @property
     def left_s(self) -> float:
@@ -128,6 +136,10 @@ class Bench:
             times.append(time.perf_counter() - start)
         return statistics.median(times)
 
+    def measuring(self) -> AbstractContextManager[None]:
+        """Launch configurations are measured inside, if they are to be."""
+        return measuring() if self.is_tuned else nullcontext()
+
     def capture(self) -> CudaCapture | None:
         return CudaCapture() if self.device.type == "cuda" else None
 
@@ -137,6 +149,8 @@ def card(bench: Bench) -> None:
     bench.attempt("machine", lambda: _machine(bench))
     bench.attempt("ceilings", lambda: _ceilings(bench))
     bench.attempt("decoder", lambda: _decoder(bench))
+    if bench.device.type == "cuda":
+        bench.attempt("launches", lambda: _launches(bench))
 
 
 def _machine(bench: Bench) -> None:
@@ -155,6 +169,7 @@ def _machine(bench: Bench) -> None:
         found["capability"] = [properties.major, properties.minor]
         found["multiprocessors"] = properties.multi_processor_count
         found["memory_gb"] = properties.total_memory / 1e9
+        found["dependent_launch"] = has_dependent_launch(bench.device)
     bench.found["machine"] = found
     print(json.dumps(found), flush=True)
 
@@ -162,7 +177,7 @@ def _machine(bench: Bench) -> None:
 def _ceilings(bench: Bench) -> None:
     """With torch's own copy and product."""
     size = 1 << (20 if bench.is_smoke else 30)
-    source = torch.zeros(size, dtype=torch.int8, device=bench.device)
+    source = torch.randint(127, (size,), dtype=torch.int8, device=bench.device)
     target = torch.empty_like(source)
     bench.copy_bytes_per_s = 2 * size / bench.time_s(lambda: target.copy_(source))
     n = 64 if bench.is_smoke else 8192
@@ -178,12 +193,34 @@ def _ceilings(bench: Bench) -> None:
     print(json.dumps(bench.found["ceilings"]), flush=True)
 
 
+def _launches(bench: Bench) -> None:
+    """Microseconds of a small kernel in a chain that is replayed, each of which reads what the one
+    before it wrote: launched early, where the card can, and when that one has ended."""
+    from kernels.gpu import launch
+
+    x, weight = (torch.randn(1, 4096, device=bench.device) for _ in range(2))
+
+    def chain() -> None:
+        made = x
+        for _ in range(_CHAIN_LEN):
+            made = bench.ops.rms_norm(made, weight[0], 1e-5)
+
+    can = has_dependent_launch(bench.device)
+    found: Row = {}
+    for name, is_early in (("early_us", can), ("waiting_us", False)):
+        with mock.patch.object(launch, "has_dependent_launch", lambda _, early=is_early: early):
+            graph = CudaCapture()(chain)
+        found[name] = bench.time_s(graph.replay, flush=False) / _CHAIN_LEN * 1e6
+    bench.found["launches"] = found
+    print(json.dumps(found), flush=True)
+
+
 def _decoder(bench: Bench) -> None:
     """Steps of a small float32 model, eager and replayed, against the CPU's decoder."""
     found = compare_with_cpu(bench.ops, bench.device, bench.capture(), is_smoke=bench.is_smoke)
     bench.found["decoder"] = found
     print(json.dumps(found), flush=True)
-    wrong = {name: error for name, error in found.items() if not error < 1e-3}
+    wrong = {name: error for name, error in found.items() if not error < DECODER_LIMIT}
     if wrong:
         bench.fail("decoder", f"it does not equal the CPU's: {wrong}")
 
@@ -224,7 +261,7 @@ def _kernel(bench: Bench, oracle: GpuOps, case: Case) -> Row:
     result = outputs + case.written(inputs)
     error = max(difference(r, e) for r, e in zip(result, expected, strict=True))
     if not bench.is_smoke:
-        with measuring():
+        with bench.measuring():
             case.run(bench.ops, inputs)
         took_s = bench.time_s(lambda: case.run(bench.ops, inputs))
     bytes_s = case.cost.num_bytes / bench.copy_bytes_per_s
@@ -272,10 +309,11 @@ def model(bench: Bench, form: Form) -> None:
                 lambda length=length: result["prefill"].append(_prefill(bench, made, length)),  # type: ignore[misc]
             )
     if bench.device.type == "cuda":
-        bench.attempt(f"{form} profile", lambda: result.update(kernels_of_a_step=_profile(made)))
         from kernels.gpu.tuning import TUNER
 
         result["tuned"] = TUNER.chosen
+        # The profiler last: what it does with a driver is not ours.
+        bench.attempt(f"{form} profile", lambda: result.update(kernels_of_a_step=_profile(made)))
     print(json.dumps({**result, "tuned": None}, indent=1), flush=True)
 
 
@@ -284,12 +322,13 @@ def _decode(bench: Bench, made: BenchModel, count: int, context: int, *, is_brie
     batch = made.batch(count, context - 1, 1, tree=False, chooses=True)
     logits_too = made.batch(count, context - 1, 1, tree=False)
     if not bench.is_smoke:
-        with measuring():
+        with bench.measuring():
             for _ in range(4):  # recorded at the third time
                 made.decoder.forward(batch, made.cache)
     wall_s = bench.wall_s(lambda: made.decoder.forward(batch, made.cache), 25)
     if is_brief:
         return {"batch": count, "step_ms": wall_s * 1e3}
+    _same_again(bench, made, logits_too, f"decode {count}")
     with_logits_s = bench.wall_s(lambda: made.decoder.forward(logits_too, made.cache), 25)
     step = made.decoder.pack(batch, made.cache)
     device_s = bench.time_s(lambda: made.decoder.run(step, made.cache), flush=False)
@@ -310,6 +349,20 @@ def _decode(bench: Bench, made: BenchModel, count: int, context: int, *, is_brie
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def _same_again(bench: Bench, made: BenchModel, batch: ForwardBatch, where: str) -> None:
+    """Replayed steps give the same bits each time, or kernels do not wait for one another; and
+    about what the same step gives that is launched kernel by kernel."""
+    results = [made.decoder.forward(batch, made.cache).logits for _ in range(1 + _NUM_REPEATS)]
+    num_others = sum(not torch.equal(result, results[0]) for result in results)
+    if num_others:
+        bench.fail(where, f"{num_others} of {_NUM_REPEATS} equal steps gave other bits: a race")
+    step = replace(made.decoder.pack(batch, made.cache), shape=None)
+    logits = made.decoder.run(step, made.cache).logits[: step.num_logit_rows].cpu()
+    error = difference(results[0], logits)
+    if not error < _REPLAY_LIMIT:
+        bench.fail(where, f"replayed, it differs from the same step launched singly: {error:.3g}")
 
 
 def _overlapped_s(bench: Bench, made: BenchModel, count: int, context: int) -> float:
@@ -334,13 +387,15 @@ def _verification(bench: Bench, made: BenchModel, context: int, result: Row) -> 
     for count in (1, 2) if bench.is_smoke else (1, 8, 2, 4, 16, 32, 64):
         batch = made.batch(1, context, count, tree=True, chooses=True)
         if not bench.is_smoke:
-            with measuring():
+            with bench.measuring():
                 for _ in range(4):
                     made.decoder.forward(batch, made.cache)
         wall_s = bench.wall_s(lambda batch=batch: made.decoder.forward(batch, made.cache), 15)  # type: ignore[misc]
         first_s = rows[0]["step_ms"] / 1e3 if rows else wall_s
         rows.append({"rows": count, "step_ms": wall_s * 1e3, "times_one_row": wall_s / first_s})
         bench.write()
+        if count in (2, 8):
+            _same_again(bench, made, made.batch(1, context, count, tree=True), f"verify {count}")
 
 
 def _prefill(bench: Bench, made: BenchModel, length: int) -> Row:
@@ -353,7 +408,7 @@ def _prefill(bench: Bench, made: BenchModel, length: int) -> Row:
             made.decoder.forward(batch, made.cache)
 
     if not bench.is_smoke:
-        with measuring():
+        with bench.measuring():
             chunks(length)
             chunks(512)
     whole_s = bench.wall_s(lambda: chunks(length), 3)

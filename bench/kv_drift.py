@@ -20,8 +20,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_core.batch import ForwardBatch, Segment
+from llm_core.config import KvDtype
 from llm_core.kv_cache import KvCache
-from llm_core.messages import EngineConfig, KvDtype
+from llm_core.messages import EngineConfig
 from llm_core.model_files import open_model
 from llm_core.runner import ModelRunner
 

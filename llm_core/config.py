@@ -12,6 +12,7 @@ from typing import Literal
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
 Activation = Literal["silu", "gelu_tanh"]
+KvDtype = Literal["float32", "bfloat16", "int8", "fp8"]  # of keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kernels.gpu import GpuOps
-from llm_core.config import ModelConfig
+from llm_core.config import KvDtype, ModelConfig
 from llm_core.errors import ModelLoadError
 from llm_core.kv_cache import KvCache
-from llm_core.messages import KvDtype
 
 _LEFT_OVER = 0.95  # of the free memory: activations, graphs and the allocator need some
 

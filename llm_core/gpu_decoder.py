@@ -44,7 +44,7 @@ from llm_core.cuda_step import (
 )
 from llm_core.cuda_weights import GpuFormat, format_name, gpu_weight, num_bytes
 from llm_core.kv_cache import KvCache
-from llm_core.parallel.group import Alone, Collectives, PendingSum
+from llm_core.parallel.group import Alone, Collectives, PendingSum, Summed
 from llm_core.parallel.shards import head_rows
 from llm_core.quant.formats import Weight, to_float
 from llm_core.rope import rope_tables
@@ -314,20 +314,23 @@ class TritonDecoder:
 
         Waits for nothing, so that it can be recorded.
         """
-        ops, config, parts = self.ops, self.config, self._parts
-        token_ids = inputs.token_ids.long()
-        if chooses:
-            token_ids = parts.fed(token_ids, inputs.sources, self._tokens)
-        slots, logit_rows = inputs.slots.long(), inputs.logit_rows.long()
+        ops, config, logit_rows = self.ops, self.config, inputs.logit_rows
         ancestors = {
             group.max_rows: inputs.ancestors[:, : -(-group.max_rows // 32)].contiguous()
             for group in groups
             if group.kind == "tree"
         }
-        embedded = ops.embed(self._embedding, token_ids, config.embedding_scale)
-        residual = embedded.float()
-        normed = ops.rms_norm(embedded, self._layers[0].attention_norm, config.rms_eps)
-        projected = ops.matmul(normed, self._layers[0].query_key_value)
+        residual = ops.embed(
+            self._embedding,
+            inputs.token_ids,
+            config.embedding_scale,
+            sources=inputs.sources if chooses else None,
+            chosen=self._tokens if chooses else None,
+            out_dtype=torch.float32,
+        )
+        first_norm = self._layers[0].attention_norm
+        normed = ops.rms_norm(residual, first_norm, config.rms_eps, out_dtype=self.dtype)
+        projected = ops.matmul_parts(normed, self._layers[0].query_key_value)
         last_layer = len(self._layers) - 1
         all_go_on = any(layer >= last_layer for layer in taps)
         tapped: dict[int, torch.Tensor] = {}
@@ -336,13 +339,14 @@ class TritonDecoder:
                 projected,
                 self._rotations[index],
                 inputs.positions,
-                slots,
+                inputs.slots,
                 self._pages[index],
                 num_heads=config.num_heads,
                 bias=layer.bias,
                 query_norm=layer.query_norm,
                 key_norm=layer.key_norm,
                 eps=config.rms_eps,
+                out_dtype=self.dtype,
             )
             attended = self._attend(query, inputs, groups, ancestors, index)
             attended = attended.reshape(-1, config.query_size)
@@ -358,15 +362,15 @@ class TritonDecoder:
             normed = normed.index_select(0, logit_rows)
         logits = self._gathered(ops.matmul(normed, self._head, out_dtype=torch.float32))
         if config.logit_softcap is not None and logits.shape[0]:
-            logits = parts.capped(logits, config.logit_softcap)
+            logits = self._parts.capped(logits, config.logit_softcap)
         if chooses and logits.shape[0]:
-            tokens = ops.sample(logits[:, : self._vocab_size], inputs.choices)
-            self._tokens[: tokens.shape[0]].copy_(tokens)
+            ops.sample(logits[:, : self._vocab_size], inputs.choices, out=self._tokens)
         return logits, torch.cat([tapped[layer] for layer in taps], 1) if taps else None
 
     def _between(self, attended: torch.Tensor, residual: torch.Tensor, index: int) -> torch.Tensor:
-        """From a layer's attention [T, query_size] to the next one's projections; behind the last
-        layer, what the final norm makes. Adds to ``residual`` [T, hidden_size].
+        """From a layer's attention [T, query_size] to the next one's projections, which may be
+        parts; behind the last layer, what the final norm makes. Adds to ``residual`` [T,
+        hidden_size].
 
         No row sees another one here, so many rows go in two halves: while ranks add one half's
         partial sums, the other half is computed.
@@ -381,18 +385,26 @@ class TritonDecoder:
                 layer.ffn_norm,
                 eps,
                 post_weight=layer.attention_post_norm,
+                out_dtype=self.dtype,
             )
-            gated = ops.gated(ops.matmul(normed, layer.gate_up), self.config.activation)
+            gated = ops.matmul_gated(normed, layer.gate_up, self.config.activation)
             sums[number] = self._start_sum(gated, layer.down)
         is_last = index == len(self._layers) - 1
         weight = self._final_norm if is_last else self._layers[index + 1].attention_norm
+        project = ops.matmul_parts if len(halves) == 1 else ops.matmul
         results = []
         for number, rows in enumerate(halves):
             normed = ops.add_rms_norm_(
-                residual[rows], sums[number].wait(), weight, eps, post_weight=layer.ffn_post_norm
+                residual[rows],
+                sums[number].wait(),
+                weight,
+                eps,
+                post_weight=layer.ffn_post_norm,
+                out_dtype=self.dtype,
             )
-            following = None if is_last else self._layers[index + 1].query_key_value
-            results.append(normed if following is None else ops.matmul(normed, following))
+            if not is_last:
+                normed = project(normed, self._layers[index + 1].query_key_value)
+            results.append(normed)
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _halves(self, num_rows: int) -> list[slice]:
@@ -402,6 +414,8 @@ class TritonDecoder:
         return [slice(0, middle), slice(middle, num_rows)]
 
     def _start_sum(self, x: torch.Tensor, weight: GpuWeight) -> PendingSum:
+        if self._collectives.num_ranks == 1:
+            return Summed(self.ops.matmul_parts(x, weight))  # added up by whoever takes it
         return self._collectives.start_sum(self.ops.matmul(x, weight))
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,7 @@ import torch
 
 from kernels.attention import KvRun
 from llm_core.batch import Segment
-from llm_core.config import ModelConfig
-from llm_core.messages import KvDtype
+from llm_core.config import KvDtype, ModelConfig
 
 DTYPES: dict[KvDtype, torch.dtype] = {
     "float32": torch.float32,

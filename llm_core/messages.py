@@ -11,7 +11,6 @@ from typing import Literal, TypedDict
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
-KvDtype = Literal["float32", "bfloat16", "int8", "fp8"]
 KvChoice = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
 ModelBackend = Literal["auto", "native", "torch", "triton"]
 Overflow = Literal["refuse", "drop_oldest"]

@@ -10,12 +10,6 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def fed(token_ids: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """int64 [T]: ``tokens`` [sources] where ``sources`` int32 [T] is not negative, else
-    ``token_ids`` int64 [T]."""
-    return torch.where(sources >= 0, tokens[sources.clamp_min(0).long()], token_ids)
-
-
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """``cap`` * tanh(logits / ``cap``), perhaps in place (Gemma 2)."""
     return logits.div_(cap).tanh_().mul_(cap)
@@ -27,16 +21,14 @@ def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 class TorchParts:
-    """``fed`` and ``capped``."""
+    """``capped``."""
 
     def __init__(self, compile_on: torch.device | None = None) -> None:
         """Compiled for ``compile_on``; None: as they are. Raises ValueError where there is no
         compiler that works, which a first compilation finds out."""
-        self.fed = fed
         self.capped = capped
         if compile_on is None:
             return
-        self.fed = _compiled(fed)
         self.capped = _compiled(_capped)
         try:
             self.capped(torch.ones(2, 3, device=compile_on), 2.0)

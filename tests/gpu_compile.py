@@ -49,7 +49,8 @@ def launch_row_kernels() -> None:
     OPS.add_rms_norm_(x, x, weight, 1e-5, post_weight=weight)
     OPS.gated(x)
     OPS.gated(x, "gelu_tanh")
-    OPS.embed(x, torch.zeros(NUM_ROWS, dtype=torch.int64), 2.0)
+    ids = torch.zeros(NUM_ROWS, dtype=torch.int32)
+    OPS.embed(x, ids, 2.0, sources=ids, chosen=ids.long(), out_dtype=torch.float32)
 
 
 def launch_attention(kv_dtype: torch.dtype, *, is_plain: bool) -> None:
@@ -104,6 +105,7 @@ def launch_matmuls(*, has_float8: bool) -> None:
     for weight in weights:
         for num_rows in (1, 300):
             OPS.matmul(torch.zeros(num_rows, num_in, dtype=HALF), weight)
+        OPS.matmul_gated(torch.zeros(NUM_ROWS, num_in, dtype=HALF), weight)
 
 
 def launch_sampling() -> None:

@@ -8,10 +8,9 @@ import torch
 from kernels import reference, select_backend
 from kernels.native import Library
 from llm_core.batch import ForwardBatch, Segment
-from llm_core.config import ModelConfig
+from llm_core.config import KvDtype, ModelConfig
 from llm_core.decoder import Decoder
 from llm_core.kv_cache import KvCache
-from llm_core.messages import KvDtype
 from llm_core.native_decoder import NativeDecoder
 from llm_core.quant.formats import Weight
 from llm_core.quant.grouped import quantize_grouped

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +16,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.gpu import is_interpreted, load_ops, unavailable_reason
-from kernels.gpu.launch import cdiv, num_splits, power_of_2
+from kernels.gpu import device, is_interpreted, launch, load_ops, unavailable_reason
+from kernels.gpu.launch import cdiv, num_splits, parts_of_a_wave, power_of_2
 from kernels.gpu.tuning import Config, Tuner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +98,57 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     }
     assert len(kernels) > 10
     assert kernels == compiled, "each kernel is launched by tests.gpu_compile"
+
+
+@pytest.mark.parametrize("form", ["bf16", "int4", "fp8"])
+def test_a_layer_of_a_decode_step_is_nine_kernels(form: str) -> None:
+    """As an H200 would run it: rotation, two of attention, a product, norm, two products, norm, a
+    product. Each gap between kernels is a time in which no weight is read."""
+    script = f"""
+from bench.gpu_compile import compile_model, compile_on_launch
+launched = []
+compile_on_launch(90, 132, print, lambda what: launched.append(what.split()[0]))
+for num_layers in (1, 2):
+    launched.clear()
+    compile_model({form!r}, is_smoke=True, num_layers=num_layers)
+    print(*launched)
+"""
+    one, two = (line.split() for line in run_python(script, PYTHONPATH=str(ROOT)).splitlines())
+    assert len(two) - len(one) == 9
+    assert len(one) == 2 + 9 + 1 + 4, "embedding, norm; the head; the sampler"
+
+
+def test_kernels_that_begin_early_wait_before_they_touch_anything() -> None:
+    """But for weights, which nothing writes: their beginning is fetched ahead."""
+    num_early = 0
+    constant = "row_at", "packed_ptr", "scale_at", "zero_at", "weight_ptr", "scale_ptr"
+    for path in (ROOT / "kernels" / "gpu").glob("*.py"):
+        for function in ast.parse(path.read_text()).body:
+            if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):
+                continue
+            if "EARLY" not in [argument.arg for argument in function.args.args]:
+                continue
+            num_early += 1
+            lines = [ast.unparse(statement) for statement in function.body]
+            before = lines[: lines.index("wait_for_inputs(EARLY)")]
+            assert not any("tl.store" in line or "return" in line for line in before)
+            for line in before:
+                for place in re.findall(r"(?:tl\.load|prefetch)\((\w+)", line):
+                    assert place in constant, f"{function.name} reads {place} before it waits"
+    assert num_early == 13
+
+
+@pytest.mark.parametrize(
+    ("capability", "switch", "wanted"),
+    [((9, 0), "1", True), ((8, 0), "1", False), ((9, 0), "0", False)],
+)
+def test_which_cards_launch_early(
+    capability: tuple[int, int], switch: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setenv(device.SWITCH, switch)
+    ask = device.has_dependent_launch.__wrapped__
+    assert ask(torch.device("cuda", 0)) is wanted and ask(torch.device("cpu")) is False
 
 
 def choose(tuner: Tuner, *, ran: list[int] | None = None) -> Config:
@@ -212,4 +265,12 @@ def test_work_is_split_to_fill_a_device() -> None:
     assert num_splits(1, 100, cpu, most=8) == 8
     assert num_splits(1000, 100, cpu, most=64) == 1
     assert num_splits(1, 0, cpu, most=64) == 1
+    # An H200's share of 64 tiles: as many as are wanted, but no second wave.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "num_multiprocessors", lambda device: 132)
+        assert parts_of_a_wave(64, 2, 4, 99, cpu, most=8) == 5
+        assert parts_of_a_wave(64, 9, 2, 99, cpu, most=8) == 4
+        assert parts_of_a_wave(64, 9, 9, 3, cpu, most=8) == 3
+        assert parts_of_a_wave(64, 9, 9, 99, cpu, most=4) == 4
+        assert parts_of_a_wave(2004, 2, 4, 99, cpu, most=8) == 1
     assert (cdiv(5, 4), cdiv(8, 4), power_of_2(5), power_of_2(8)) == (2, 2, 8, 8)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import torch
 from bench import gpu
 from bench.gpu_parts import Bench, DeviceLostError
 from kernels.gpu import load_ops
+from kernels.gpu.device import SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,6 +30,7 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "bench/gpu.py", "--smoke", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert list(tmp_path.iterdir()) == [path], "what parts left is in the whole's file"
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["errors"] == []
     assert set(found) == {
@@ -32,7 +38,7 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
         *("goals", "compiled_ahead"),
     }
     assert found["compiled_ahead"] == [0], "a step of a model without memory"
-    assert len(found["kernels"]) == 27 and all(row["ok"] for row in found["kernels"])
+    assert len(found["kernels"]) == 31 and all(row["ok"] for row in found["kernels"])
     assert all(error < 1e-4 for error in found["decoder"].values())
     for form in ("bf16", "int4", "fp8"):
         assert len(found[form]["decode"]) == (2 if form == "bf16" else 1)
@@ -41,6 +47,43 @@ def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert len(found["bf16"]["verify"]) == 2 and len(found["bf16"]["prefill"]) == 1
     assert found["goals"][0]["met"] is not None, "compared, if not met"
     assert "share of the memory floor" in done.stdout
+
+
+def test_torch_triton_and_numpy_are_enough() -> None:
+    """A machine with a card may have nothing else of what Parley needs."""
+    kept, new = set[str](), {"torch", "triton", "numpy", "setuptools"}
+    while new:
+        kept |= new
+        new = {need for name in new for need in requirements(name)} - kept
+    others = {
+        module
+        for module, names in packages_distributions().items()
+        if not kept & {canonical(name) for name in names}
+    } - {path.name for path in ROOT.iterdir()}
+    assert "msgspec" in others and "torch" not in others
+    script = (
+        f"import sys; sys.modules |= dict.fromkeys({sorted(others)}); "
+        f"sys.path.insert(0, {str(ROOT)!r}); import bench.gpu, bench.gpu_models"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT / "docs", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def canonical(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def requirements(name: str) -> Iterator[str]:
+    """Of an installed distribution, without extras; of another one, none."""
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:
+        return
+    for line in lines:
+        found = re.match(r"[A-Za-z0-9_-]+", line)
+        if found is not None and "extra ==" not in line:
+            yield canonical(found[0])
 
 
 def options(folder: Path, **changes: Any) -> Namespace:
@@ -78,6 +121,26 @@ os.abort()
     assert kept["bf16"] == parts.found["bf16"] and len(kept["errors"]) == 2
 
 
+@pytest.mark.parametrize("errors", [{}, {"trees": 1.0}, {"trees": float("nan"), "mixed": 0.0}])
+def test_a_wrong_decoder_is_tried_again_without_early_launches(
+    tmp_path: Path, errors: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that is wrong, or never came to an end, until the switch is set."""
+    script = f"""
+import os
+wrong = os.environ.get({SWITCH!r}) != "0"
+found = {{"decoder": {errors} if wrong else {{"trees": 1e-6}}}} if {errors} or not wrong else {{}}
+errors = [{{"where": "decoder", "error": "wrong"}}] * wrong
+json.dump({{**found, "errors": errors}}, open(path, "w"))
+"""
+    parts = parts_with(tmp_path, script.replace("nan", "float('nan')"))
+    monkeypatch.setenv(SWITCH, "1")
+    gpu.run_card(parts, lambda: None)
+    assert parts.found["decoder"] == {"trees": 1e-6}
+    assert len(parts.errors) == 1, "what went wrong is said"
+    assert os.environ[SWITCH] == "0"
+
+
 def test_a_part_that_leaves_nothing_is_said(tmp_path: Path) -> None:
     parts = parts_with(tmp_path, "sys.exit(3)")
     parts.run("fp8")
@@ -96,7 +159,25 @@ time.sleep(600)
     parts.grace_s = 1.0
     parts.run("int4")
     assert parts.found["int4"] == {"decode": []}
-    assert [error["error"] for error in parts.errors] == ["ended after 2 s: it hung, or was slow"]
+    ended = "ended after 2 s: it hung, or was slow"
+    assert [error["error"] for error in parts.errors] == [ended] * 2, "with and without measuring"
+
+
+@pytest.mark.parametrize("breaks", ["tuned", "always"])
+def test_a_model_without_a_step_is_tried_with_the_first_configurations(
+    tmp_path: Path, breaks: str
+) -> None:
+    """A candidate that ends the process must not cost the figures that matter most."""
+    script = f"""
+import os
+works = "--untuned" in arguments and {breaks!r} != "always"
+json.dump({{"bf16": {{"decode": [{{"batch": 8}}] * works}}, "errors": []}}, open(path, "w"))
+sys.exit(0 if works else 4)
+"""
+    parts = parts_with(tmp_path, script)
+    parts.run("bf16")
+    assert len(parts.found["bf16"]["decode"]) == (breaks == "tuned")
+    assert len(parts.errors) == (1 if breaks == "tuned" else 2)
 
 
 def test_kernels_go_on_behind_the_case_that_lost_the_device(tmp_path: Path) -> None:

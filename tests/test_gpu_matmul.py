@@ -9,6 +9,7 @@ import torch
 
 from kernels.gpu import (
     GpuWeight,
+    dot,
     load_ops,
     matmul_few,
     matmul_many,
@@ -92,6 +93,62 @@ def test_few_rows(name: str, dtype: torch.dtype, repeat: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("repeat", range(NUM_CASES_FACTOR))
+def test_parts_add_up_and_gates_are_applied(name: str, repeat: int) -> None:
+    """Of few rows, of many, and of none."""
+    rng = fresh_rng()
+    dtype = rng.choice(DTYPES)
+    num_in = rng.choice((96, 256, 640))
+    limit = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for num_rows in (rng.choice((1, 8, 33)), rng.choice((0, 65))):
+        print(f"{dtype=} {num_rows=} {num_in=}")
+        with guarded() as guards:
+            weight = draw_weight(rng, guards, name, dtype, rng.choice((2, 66, 140)), num_in)
+            x = guards.wrap((0.02 * torch.randn(num_rows, num_in)).to(dtype))
+            parts = TRITON.matmul_parts(x, weight)
+            gated = [ops.matmul_gated(x, weight, "gelu_tanh") for ops in (TRITON, ORACLE)]
+        assert len(parts) <= matmul_few.MAX_PARTS
+        assert len(parts) == 1 or parts.dtype == torch.float32
+        expected = ORACLE.matmul_parts(x, weight)[0]
+        for found, wanted in ((parts.float().sum(0), expected), gated):
+            assert found.shape == wanted.shape
+            largest = float(wanted.abs().max()) if wanted.numel() else 1.0
+            torch.testing.assert_close(
+                found.float(), wanted.float(), rtol=limit, atol=limit * max(1.0, largest)
+            )
+        assert gated[0].dtype == dtype
+
+
+def test_a_long_product_is_split() -> None:
+    fresh_rng()
+    x, weight = torch.randn(2, 4096), torch.randn(8, 4096)
+    parts = TRITON.matmul_parts(x, weight)
+    assert len(parts) > 1, "one tile would leave a device idle"
+    torch.testing.assert_close(parts.sum(0), x @ weight.T, rtol=1e-4, atol=1e-3)
+
+
+def test_the_bits_of_four_codes() -> None:
+    """What ``codes_of`` has compiled, instruction by instruction: no interpreter runs it."""
+    (number,) = torch.randint(0, 1 << 32, (1,)).tolist()
+    registers = {"$4": number}
+    immediate = {"0x000F000F", "0x43004300"}
+    for line in dot._MAGIC.value.splitlines():
+        name, _, rest = line.strip(" ;").partition(" ")
+        target, *operands = rest.split(", ")
+        if name == "shr.u32":
+            registers[target] = registers[operands[0]] >> int(operands[1])
+        elif name == "lop3.b32":
+            assert set(operands[1:3]) == immediate and operands[3] == "0xEA", "a & b | c"
+            registers[target] = registers[operands[0]] & 0x000F000F | 0x43004300
+        else:
+            assert name in ("{", "}", ".reg", "")
+    for quarter in range(4):
+        bits = torch.tensor([registers[f"${quarter}"]]).to(torch.uint32).view(torch.bfloat16)
+        codes = [number >> 4 * quarter & 0xF, number >> 16 + 4 * quarter & 0xF]
+        assert bits.tolist() == [dot.code_offset(torch.bfloat16) + code for code in codes]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("repeat", range(NUM_CASES_FACTOR))
 def test_many_rows(name: str, repeat: int) -> None:
     rng = fresh_rng()
     dtype = rng.choice(DTYPES)
@@ -113,7 +170,12 @@ def test_every_launch_configuration_gives_the_same(name: str) -> None:
         x = guards.wrap(torch.randn(65, 192))
         few = (*matmul_few.CONFIGS, *matmul_few.SMALLER)
         if name.startswith("int4"):
-            few = (*matmul_few.INT4_CONFIGS, *matmul_few.INT4_SMALLER)
+            few = (
+                *matmul_few.INT4_CONFIGS,
+                *matmul_few.INT4_WIDE_CONFIGS,
+                *matmul_few.INT4_SMALLER,
+            )
+        gate_up = draw_weight(rng, guards, name, torch.float32, 80, 192)
         cases = [(2, config) for config in few]
         if name != "plain":
             cases += [(65, config) for config in (*matmul_many.CONFIGS, *matmul_many.SMALLER)]
@@ -121,6 +183,8 @@ def test_every_launch_configuration_gives_the_same(name: str) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(TUNER, "choose", lambda *_, config=config: config)
                 check(x[:num_rows], weight, None, FEW_LIMIT)
+                found, expected = (ops.matmul_gated(x[:2], gate_up) for ops in (TRITON, ORACLE))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])

@@ -45,6 +45,33 @@ def test_norms(dtype: torch.dtype, repeat: int) -> None:
         assert_close(sums[0], sums[1], dtype)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+def test_parts_of_a_product_are_added_up(num_parts: int) -> None:
+    rng = fresh_rng()
+    with guarded() as guards:
+        parts = guards.wrap(torch.randn(num_parts, 3, 96))
+        weight, start = guards.wrap(torch.randn(96)), torch.randn(3, 96)
+        sums = [guards.wrap(start), guards.wrap(start)]
+        normed = [
+            ops.add_rms_norm_(total, parts, weight, 1e-6, out_dtype=torch.bfloat16)
+            for ops, total in zip((TRITON, ORACLE), sums, strict=True)
+        ]
+        case = draw_rope_case(rng, guards, 64)
+        whole, num_kv_heads = case.pop("qkv"), case.pop("num_kv_heads")
+        case["qkv"] = guards.wrap(torch.randn(num_parts, *whole.shape))
+        pages = [make_pages(guards, num_kv_heads, 64, (4, 16), torch.float32) for _ in range(2)]
+        pages[1].data.copy_(pages[0].data)
+        queries = [
+            ops.rope_store(pages=kept, out_dtype=torch.bfloat16, **case)
+            for ops, kept in zip((TRITON, ORACLE), pages, strict=True)
+        ]
+    assert_close(sums[0], sums[1], torch.float32)
+    assert_close(pages[0].data, pages[1].data, torch.float32)
+    for found, expected in (normed, queries):
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert_close(found, expected, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 def test_gated(dtype: torch.dtype, gate: GateName) -> None:
@@ -72,6 +99,22 @@ def test_embed(dtype: torch.dtype) -> None:
         ids = guards.wrap(torch.tensor([36, 0, -1, 37, 5, 1 << 40]))
         found = TRITON.embed(table, ids, 1.5)
     assert_close(found, ORACLE.embed(table, ids, 1.5), dtype)
+
+
+def test_rows_take_tokens_from_the_step_before() -> None:
+    fresh_rng()
+    with guarded() as guards:
+        table = guards.wrap(torch.randn(37, 70).bfloat16())
+        ids = guards.wrap(torch.tensor([5, -1, 7, 36], dtype=torch.int32))
+        sources = guards.wrap(torch.tensor([-1, 1, -1, 2], dtype=torch.int32))
+        chosen = guards.wrap(torch.tensor([30, 31, 99]))
+        found, expected = (
+            ops.embed(table, ids, 2.0, sources=sources, chosen=chosen, out_dtype=torch.float32)
+            for ops in (TRITON, ORACLE)
+        )
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    wanted = torch.stack([*table[[5, 31, 7]].float(), torch.zeros(70)])
+    assert torch.equal(found, 2 * wanted), "an id outside of the vocabulary gives zeros"
 
 
 def draw_rope_case(rng: random.Random, guards: Guards, head_dim: int) -> dict[str, Any]:

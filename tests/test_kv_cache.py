@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_core.batch import ForwardBatch, Segment
+from llm_core.config import KvDtype
 from llm_core.kv_cache import KvCache, contiguous_runs
-from llm_core.messages import KvDtype
 from tests.random_llama import random_tokens, run_chunk, tiny_config, tiny_runner
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kernels.native import Library
 from llm_core.batch import MAXIMUM_LEN, ForwardBatch, Segment
-from llm_core.messages import KvDtype
+from llm_core.config import KvDtype
 from llm_core.native_decoder import NativeDecoder, unsupported_reason
 from llm_core.quant.formats import Weight
 from tests.native_library import FORMS, native_library

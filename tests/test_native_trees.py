@@ -11,8 +11,8 @@ import torch
 from kernels.native import Library
 from kernels.native.library import MAX_TREE_ROWS
 from llm_core.batch import ForwardBatch, ForwardResult, Segment, tree_depths
+from llm_core.config import KvDtype
 from llm_core.kv_cache import KvCache
-from llm_core.messages import KvDtype
 from tests.native_library import FORMS, native_library
 from tests.native_pair import NUM_BLOCKS, TOLERANCE, Pair, round_activations
 from tests.random_llama import random_tokens, tiny_config

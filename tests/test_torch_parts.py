@@ -17,7 +17,7 @@ from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
 from llm_core.model_choice import ModelOptions
 from llm_core.quant.formats import Weight
-from llm_core.torch_parts import TorchParts, fed
+from llm_core.torch_parts import TorchParts
 from tests.random_llama import FAMILIES, random_weights, tiny_config
 from tests.test_triton_decoder import BLOCK_SIZE, NUM_BLOCKS, Steps, batches
 
@@ -28,11 +28,6 @@ STEPS: Steps = [
     ([(0, 9, 1), (1, 4, 1)], True),
     ([(0, 10, (-1, 0, 0)), (1, 5, 1)], True),
 ]
-
-
-def test_rows_take_tokens_from_the_step_before() -> None:
-    ids, sources = torch.tensor([5, -1, 7]), torch.tensor([-1, 1, -1], dtype=torch.int32)
-    assert fed(ids, sources, torch.tensor([30, 31, 32])).tolist() == [5, 31, 7]
 
 
 def decoder(config: ModelConfig, weights: dict[str, Weight], parts: TorchParts) -> TritonDecoder:
@@ -67,9 +62,6 @@ def test_compiled_parts_give_equal_logits() -> None:
                     for model, cache in zip((compiled, plain), caches, strict=True)
                 ]
                 torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
-        ids, sources = torch.arange(6), torch.tensor([-1, 3, -1, 0, -1, 1], dtype=torch.int32)
-        tokens = torch.arange(100, 108)
-        assert torch.equal(compiled._parts.fed(ids, sources, tokens), fed(ids, sources, tokens))
 
 
 def test_without_a_compiler_loading_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,12 @@ import torch
 from kernels import select_backend
 from kernels.gpu import OpsName, SamplingInputs, load_ops
 from llm_core.batch import ForwardBatch, Segment, TokenChoices
-from llm_core.config import ModelConfig
+from llm_core.config import KvDtype, ModelConfig
 from llm_core.cuda_graphs import Capture
 from llm_core.cuda_weights import GpuFormat
 from llm_core.decoder import Decoder
 from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
-from llm_core.messages import KvDtype
 from llm_core.parallel.group import PendingSum
 from llm_core.parallel.shards import ShardedWeights, shard_config
 from llm_core.quant.codes import GroupedCodes

@@ -7,26 +7,34 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.cost import Cost
-from kernels.gpu.launch import cdiv
+from kernels.gpu.launch import cdiv, dependent, wait_for_inputs
 from kernels.gpu.ops import GateName
 
 _BLOCK = 1024
 
 
 @triton.jit
-def gated_kernel(gate_up_ptr, out_ptr, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def activated(gate, IS_GELU: tl.constexpr):
+    """silu(gate), or its gelu."""
+    argument = gate
+    if IS_GELU:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    # Lower arguments give nothing but an overflow of the exponential inside.
+    return gate * tl.sigmoid(tl.maximum(argument, -80.0))
+
+
+@triton.jit
+def gated_kernel(gate_up_ptr, out_ptr, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr,
+                 EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     gate_at = gate_up_ptr + row * 2 * size + columns
     gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_at + size, mask=mask, other=0.0).to(tl.float32)
-    argument = gate
-    if IS_GELU:
-        # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
-        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    # Lower arguments give nothing but an overflow of the exponential inside.
-    result = gate * tl.sigmoid(tl.maximum(argument, -80.0)) * up
+    result = activated(gate, IS_GELU) * up
     tl.store(out_ptr + row * size + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -38,7 +46,9 @@ def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     if num_rows:
         # The second axis has up to 65535 places: more rows than a step has.
         grid = (cdiv(size, _BLOCK), num_rows)
-        gated_kernel[grid](gate_up, out, size, IS_GELU=gate == "gelu_tanh", BLOCK=_BLOCK)
+        is_gelu = gate == "gelu_tanh"
+        early = dependent(gate_up.device)
+        gated_kernel[grid](gate_up, out, size, IS_GELU=is_gelu, BLOCK=_BLOCK, **early)
     return out
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 
 from kernels.gpu.cost import Cost
-from kernels.gpu.matmul_few import MAX_ROWS, matmul_few_rows
+from kernels.gpu.gated import gated
+from kernels.gpu.matmul_few import (
+    MAX_ROWS,
+    gated_few_rows,
+    matmul_few_rows,
+    parts_of_few_rows,
+)
 from kernels.gpu.matmul_many import matmul_many_rows
+from kernels.gpu.ops import GateName
 from kernels.gpu.weights import GpuWeight, weight_shape
 
 
@@ -18,10 +25,8 @@ def matmul(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
-    num_rows, (num_out, num_in) = x.shape[0], weight_shape(weight)
-    if x.shape[1] != num_in:
-        raise ValueError(f"x has {x.shape[1]} inputs, the weight {num_in}")
-    assert x.stride(1) == 1, "rows are dense"
+    num_rows, num_out = x.shape[0], weight_shape(weight)[0]
+    _check(x, weight)
     if isinstance(weight, torch.Tensor) and num_rows > MAX_ROWS:
         # cuBLAS rounds to its inputs' dtype: a wider result is only a wider copy.
         plain_bias = None if bias is None else bias.to(x.dtype)
@@ -35,6 +40,29 @@ def matmul(
     else:
         matmul_many_rows(x, weight, bias, out)
     return out
+
+
+def matmul_parts(x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
+    """See ``ops.GpuOps``."""
+    if 0 < x.shape[0] <= MAX_ROWS:
+        _check(x, weight)
+        return parts_of_few_rows(x, weight)
+    return matmul(x, weight).unsqueeze(0)
+
+
+def matmul_gated(x: torch.Tensor, weight: GpuWeight, gate: GateName = "silu") -> torch.Tensor:
+    """See ``ops.GpuOps``."""
+    if 0 < x.shape[0] <= MAX_ROWS:
+        _check(x, weight)
+        return gated_few_rows(x, weight, gate)
+    return gated(matmul(x, weight), gate)
+
+
+def _check(x: torch.Tensor, weight: GpuWeight) -> None:
+    num_in = weight_shape(weight)[1]
+    if x.shape[1] != num_in:
+        raise ValueError(f"x has {x.shape[1]} inputs, the weight {num_in}")
+    assert x.stride(1) == 1, "rows are dense"
 
 
 def matmul_cost(x: torch.Tensor, weight: GpuWeight, out: torch.Tensor) -> Cost:

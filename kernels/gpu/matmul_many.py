@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.dot import dot, to_float
+from kernels.gpu.dot import code_offset, codes_of, dot, to_float
 from kernels.gpu.launch import cdiv
 from kernels.gpu.tuning import TUNER, Config
 from kernels.gpu.weights import Float8Weight, Int4Weight, Int8Weight, weight_shape
@@ -114,7 +114,8 @@ def many_rows_int4_kernel(
     x_stride,
     num_spans,
     GROUP: tl.constexpr,
-    HALF: tl.constexpr,
+    QUARTER: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -123,37 +124,37 @@ def many_rows_int4_kernel(
 ):
     m, n = tile_of(num_rows, num_out, BLOCK_M, BLOCK_N, ROW_TILES)
     is_row, is_out = m < num_rows, n < num_out
-    j = tl.arange(0, HALF)
+    j = tl.arange(0, QUARTER)
     x_at = x_ptr + m[:, None].to(tl.int64) * x_stride
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for span in range(num_spans):
-        packed_at = (span * num_out + n).to(tl.int64)[None, :] * HALF + j[:, None]
-        packed = tl.load(packed_ptr + packed_at, mask=is_out[None, :], other=0)
-        place = span * (2 * HALF) // GROUP * num_out + n
-        low = (packed & 0xF).to(tl.float32)
-        high = (packed >> 4).to(tl.float32)
+        words_at = (span * num_out + n).to(tl.int64)[None, :] * QUARTER + j[:, None]
+        words = tl.load(packed_ptr + words_at, mask=is_out[None, :], other=0)
+        place = span * (4 * QUARTER) // GROUP * num_out + n
         scale = tl.load(scale_ptr + place, mask=is_out, other=0.0).to(tl.float32)
         high_scale = scale
-        if GROUP != 2 * HALF:
+        if GROUP != 4 * QUARTER:
             high_scale = tl.load(scale_ptr + place + num_out, mask=is_out, other=0.0)
             high_scale = high_scale.to(tl.float32)
-        low *= scale[None, :]
-        high *= high_scale[None, :]
+        # What each code of a group has too little, times the group's scale.
+        zero, high_zero = -OFFSET * scale, -OFFSET * high_scale
         if HAS_ZERO:
-            zero = tl.load(zero_ptr + place, mask=is_out, other=0.0).to(tl.float32)
-            high_zero = zero
-            if GROUP != 2 * HALF:
-                high_zero = tl.load(zero_ptr + place + num_out, mask=is_out, other=0.0)
-                high_zero = high_zero.to(tl.float32)
-            low += zero[None, :]
-            high += high_zero[None, :]
-        k = span * (2 * HALF) + j
-        low_mask = is_row[:, None] & (k < num_in)[None, :]
-        high_mask = is_row[:, None] & (k + HALF < num_in)[None, :]
-        low_x = tl.load(x_at + k[None, :], mask=low_mask, other=0.0)
-        high_x = tl.load(x_at + k[None, :] + HALF, mask=high_mask, other=0.0)
-        acc = dot(low_x, low.to(low_x.dtype), acc)
-        acc = dot(high_x, high.to(high_x.dtype), acc)
+            group_zero = tl.load(zero_ptr + place, mask=is_out, other=0.0).to(tl.float32)
+            zero += group_zero
+            if GROUP != 4 * QUARTER:
+                group_zero = tl.load(zero_ptr + place + num_out, mask=is_out, other=0.0)
+            high_zero += group_zero.to(tl.float32)
+        codes = codes_of(words, x_ptr.dtype.element_ty, OFFSET)
+        for quarter in tl.static_range(4):
+            k = span * (4 * QUARTER) + quarter * QUARTER + j
+            x_mask = is_row[:, None] & (k < num_in)[None, :]
+            x = tl.load(x_at + k[None, :], mask=x_mask, other=0.0)
+            values = codes[quarter].to(tl.float32)
+            if quarter < 2:
+                values = values * scale[None, :] + zero[None, :]
+            else:
+                values = values * high_scale[None, :] + high_zero[None, :]
+            acc = dot(x, values.to(x.dtype), acc)
     store_rows(acc, out_ptr, bias_ptr, m, n, num_rows, num_out, HAS_BIAS)
 
 
@@ -180,7 +181,8 @@ def matmul_many_rows(
                 x.stride(0),
                 weight.packed.shape[0],
                 GROUP=weight.group,
-                HALF=weight.span // 2,
+                QUARTER=weight.span // 4,
+                OFFSET=code_offset(x.dtype),
                 HAS_ZERO=weight.zero is not None,
                 HAS_BIAS=bias is not None,
                 ROW_TILES=_ROW_TILES,

@@ -1,7 +1,8 @@
 """RMS norm, alone or together with the addition to the residual stream that precedes it.
 
 A row is read once: at one row a launch costs more than its arithmetic, so the addition, the
-post-norm that some models have before it, and the norm are one kernel.
+post-norm that some models have before it, and the norm are one kernel. So is the sum of the parts
+of a split product.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.cost import Cost, num_bytes
-from kernels.gpu.launch import power_of_2
+from kernels.gpu.launch import dependent, power_of_2, wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -23,16 +24,26 @@ def rms_norm_kernel(
     out_ptr,
     size,
     x_stride,
+    part_stride,
+    num_parts,
     residual_stride,
     eps,
     HAS_RESIDUAL: tl.constexpr,
     HAS_POST: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    # Since the last step, all other weights have passed through the cache: it comes from far away.
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    wait_for_inputs(EARLY)
+    x_at = x_ptr + row * x_stride + columns
+    x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_at + part * part_stride, mask=mask & (part < num_parts), other=0.0)
     if HAS_POST:
         x *= tl.rsqrt(tl.sum(x * x, 0) / size + eps)
         x *= tl.load(post_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -41,13 +52,15 @@ def rms_norm_kernel(
         x += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
         tl.store(residual_at, x.to(residual_ptr.dtype.element_ty), mask=mask)
     x *= tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    x *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    x *= weight.to(tl.float32)
     tl.store(out_ptr + row * size + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See ``ops.GpuOps``."""
-    return _launch(x, None, None, weight, eps)
+    return _launch(x, None, None, weight, eps, out_dtype or x.dtype)
 
 
 def add_rms_norm_(
@@ -57,9 +70,10 @@ def add_rms_norm_(
     eps: float,
     *,
     post_weight: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
-    return _launch(x, residual, post_weight, weight, eps)
+    return _launch(x, residual, post_weight, weight, eps, out_dtype or x.dtype)
 
 
 def rms_norm_cost(x: torch.Tensor, *, has_residual: bool) -> Cost:
@@ -75,10 +89,13 @@ def _launch(
     post_weight: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    num_rows, size = x.shape
-    assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1), "rows are dense"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows, size = x.shape[-2:]
+    assert x.stride(-1) == 1 and (residual is None or residual.stride(1) == 1), "rows are dense"
+    num_parts = x.shape[0] if x.dim() == 3 else 1
+    assert num_parts == 1 or x.dtype == torch.float32, "parts are float32"
+    out = torch.empty(num_rows, size, dtype=out_dtype, device=x.device)
     if num_rows == 0:
         return out
     block = power_of_2(size)
@@ -89,12 +106,16 @@ def _launch(
         weight,
         out,
         size,
+        x.stride(-2),
         x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
+        num_parts,
+        x.stride(-2) if residual is None else residual.stride(0),
         eps,
         HAS_RESIDUAL=residual is not None,
         HAS_POST=post_weight is not None,
+        PARTS=power_of_2(num_parts),  # few variants
         BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 256)),
+        **dependent(x.device),
     )
     return out

@@ -23,8 +23,15 @@ GateName = Literal["silu", "gelu_tanh"]
 class GpuOps(Protocol):
     """Every operation; activations are float32, bfloat16 or float16, sums are float32."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H], in x's dtype."""
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """x [T, H] / sqrt(mean(x^2) + eps) * weight [H], in ``out_dtype`` or x's."""
 
     def add_rms_norm_(
         self,
@@ -34,11 +41,13 @@ class GpuOps(Protocol):
         eps: float,
         *,
         post_weight: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """residual [T, H] += x [T, H] in place, then the RMS norm of the sum.
 
-        ``post_weight`` [H]: x is normed with it before it is added (Gemma's post-norms). The sum is
-        normed before it is rounded to the residual's dtype; the result has x's dtype.
+        x may be parts [P, T, H] (of ``matmul_parts``), which are added up first. ``post_weight``
+        [H]: x is normed with it before it is added (Gemma's post-norms). The sum is normed before
+        it is rounded to the residual's dtype; the result has ``out_dtype``, or x's.
         """
 
     def rope_store(
@@ -54,14 +63,16 @@ class GpuOps(Protocol):
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Rotated queries [T, num_heads, D]; keys (rotated) and values go into ``pages``.
 
-        qkv [T, (num_heads + 2 * num_kv_heads) * D], a row is queries, keys, values. Then, in this
+        qkv [T, (num_heads + 2 * num_kv_heads) * D], a row is queries, keys, values; or parts of it
+        [P, T, ...], which are added up. Queries have ``out_dtype``, or qkv's. Then, in this
         order: ``bias`` of the row's width; RMS norm over D of queries and keys with ``query_norm``
         and ``key_norm`` [D]; rotation by ``rotations`` float32 [num_positions, D / 2, 2] (cosine
         and sine, perhaps times a factor) at ``positions`` int32 or int64 [T]. Row t is kept at
-        position ``slots[t]`` (int64) of the pool; nothing is kept where it is negative.
+        position ``slots[t]`` (int32 or int64) of the pool; nothing is kept where it is negative.
         """
 
     def decode_attention(
@@ -142,12 +153,36 @@ class GpuOps(Protocol):
     ) -> torch.Tensor:
         """x [T, K] times the transposed weight [N, K], + bias [N] -> [T, N]."""
 
+    def matmul_parts(self, x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
+        """The same, as parts [P, T, N] whose sum it is, for an operation that takes parts: a
+        product of few rows is split over the device, and so needs no kernel that adds. float32
+        where P is not 1, else float32 or x's dtype."""
+
+    def matmul_gated(
+        self, x: torch.Tensor, weight: GpuWeight, gate: GateName = "silu"
+    ) -> torch.Tensor:
+        """``gated`` of ``matmul``: x [T, K], weight [2 * I, K] -> [T, I], in x's dtype."""
+
     def gated(self, gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
         """gate_up [T, 2 * I] -> act(gate) * up [T, I]."""
 
-    def embed(self, table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
-        """Rows ``token_ids`` (int64 [T]) of table [vocab, H], times ``scale``. An id outside the
-        vocabulary (a row that only fills a bucket) gives zeros."""
+    def embed(
+        self,
+        table: torch.Tensor,
+        token_ids: torch.Tensor,
+        scale: float,
+        *,
+        sources: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Rows ``token_ids`` (int32 or int64 [T]) of table [vocab, H], times ``scale``, in
+        ``out_dtype`` or the table's. An id outside the vocabulary (a row that only fills a bucket)
+        gives zeros.
+
+        ``sources`` int32 [T] and ``chosen`` int64 [N], both or neither: where ``sources`` is not
+        negative, the id is ``chosen[source]`` instead, as the step before this one chose it.
+        """
 
     def sample(
         self,
@@ -155,9 +190,10 @@ class GpuOps(Protocol):
         inputs: SamplingInputs,
         *,
         allowed: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int64 [B]: the token of each row of logits [B, vocab]; -1 where they are unusable
-        (NaN, +inf, or nothing allowed).
+        """int64 [B], the beginning of ``out`` if that is given: the token of each row of logits
+        [B, vocab]; -1 where they are unusable (NaN, +inf, or nothing allowed).
 
         Top-k, then top-p of what it left (of equal logits at an edge the smaller ids), then min-p,
         drawn with the random number of (seed, position) in the order of ids. ``allowed`` int32 [B,

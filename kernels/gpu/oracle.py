@@ -21,6 +21,8 @@ __all__ = [
     "embed",
     "gated",
     "matmul",
+    "matmul_gated",
+    "matmul_parts",
     "move_rows",
     "prefill_attention",
     "rms_norm",
@@ -32,9 +34,11 @@ __all__ = [
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See ``GpuOps``."""
-    return reference.rms_norm(_wide(x), _wide(weight), eps).to(x.dtype)
+    return reference.rms_norm(_wide(x), _wide(weight), eps).to(out_dtype or x.dtype)
 
 
 def add_rms_norm_(
@@ -44,14 +48,15 @@ def add_rms_norm_(
     eps: float,
     *,
     post_weight: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``GpuOps``."""
-    added = _wide(x)
+    added = _sum(x)
     if post_weight is not None:
         added = reference.rms_norm(added, _wide(post_weight), eps)
     total = _wide(residual) + added
     residual.copy_(total)
-    return reference.rms_norm(total, _wide(weight), eps).to(x.dtype)
+    return reference.rms_norm(total, _wide(weight), eps).to(out_dtype or x.dtype)
 
 
 def rope_store(
@@ -66,11 +71,12 @@ def rope_store(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``GpuOps``."""
     num_kv_heads = pages.num_kv_heads
-    values = _wide(qkv) if bias is None else _wide(qkv) + _wide(bias)
-    heads = values.view(qkv.shape[0], num_heads + 2 * num_kv_heads, pages.head_dim).clone()
+    values = _sum(qkv) if bias is None else _sum(qkv) + _wide(bias)
+    heads = values.view(qkv.shape[-2], num_heads + 2 * num_kv_heads, pages.head_dim).clone()
     query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     value = heads[:, num_heads + num_kv_heads :]
     if query_norm is not None:
@@ -95,7 +101,7 @@ def rope_store(
             raw = codes.to(pages.data.dtype).view(torch.uint8)  # indexing has no 8-bit floats
             pages.data.view(torch.uint8)[:, places] = raw
         pages.scales[:, places] = scales
-    return query.to(qkv.dtype)
+    return query.to(out_dtype or qkv.dtype)
 
 
 def decode_attention(
@@ -210,17 +216,37 @@ def matmul(
     return product.to(out_dtype or x.dtype)
 
 
+def matmul_parts(x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
+    """See ``GpuOps``."""
+    return matmul(x, weight, out_dtype=torch.float32).unsqueeze(0)
+
+
+def matmul_gated(x: torch.Tensor, weight: GpuWeight, gate: GateName = "silu") -> torch.Tensor:
+    """See ``GpuOps``."""
+    return gated(matmul(x, weight, out_dtype=torch.float32), gate).to(x.dtype)
+
+
 def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     """See ``GpuOps``."""
     form = {"silu": reference.swiglu, "gelu_tanh": reference.geglu}[gate]
     return form(_wide(gate_up)).to(gate_up.dtype)
 
 
-def embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
+def embed(
+    table: torch.Tensor,
+    token_ids: torch.Tensor,
+    scale: float,
+    *,
+    sources: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """See ``GpuOps``."""
+    if sources is not None and chosen is not None:
+        token_ids = torch.where(sources >= 0, chosen[sources.clamp_min(0).long()], token_ids)
     is_known = (token_ids >= 0) & (token_ids < table.shape[0])
-    rows = _wide(table[torch.where(is_known, token_ids, 0)]) * scale
-    return torch.where(is_known.unsqueeze(1), rows, 0).to(table.dtype)
+    rows = _wide(table[torch.where(is_known, token_ids, 0).long()]) * scale
+    return torch.where(is_known.unsqueeze(1), rows, 0).to(out_dtype or table.dtype)
 
 
 def move_rows(
@@ -233,6 +259,11 @@ def move_rows(
         for source_row, target_row in zip(sources, targets, strict=True):
             is_kept = source_row >= 0
             pool[:, :, target_row[is_kept]] = pool[:, :, source_row[is_kept]].clone()
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """[T, N], or parts [P, T, N] that are added up."""
+    return _wide(x) if x.dim() == 2 else _wide(x).sum(0)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

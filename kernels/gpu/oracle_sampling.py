@@ -18,7 +18,11 @@ _WORD = 0xFFFF_FFFF
 
 
 def sample(
-    logits: torch.Tensor, inputs: SamplingInputs, *, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    inputs: SamplingInputs,
+    *,
+    allowed: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
     tokens = [
@@ -33,7 +37,8 @@ def sample(
         )
         for index, row in enumerate(logits)
     ]
-    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    return chosen if out is None else out[: len(tokens)].copy_(chosen)
 
 
 def sample_one(

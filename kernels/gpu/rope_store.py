@@ -1,8 +1,9 @@
 """From a row of projections to rotated queries and stored keys and values, in one kernel.
 
 Bias, norm of queries and keys, rotation, quantisation and the write into the pages all work on one
-head of one row: done together, the projections are read once and nothing but the results is
-written. A program takes some heads of one row; queries, keys and values differ by masks only.
+head of one row: done together, the projections (or the parts that add up to them) are read once and
+nothing but the results is written. A program takes some heads of one row; queries, keys and values
+differ by masks only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.cost import Cost
-from kernels.gpu.launch import cdiv, power_of_2
+from kernels.gpu.launch import cdiv, dependent, power_of_2, wait_for_inputs
 from kernels.gpu.pages import MAX_CODES, KvPages
 
 _HEADS = 8
@@ -35,7 +36,9 @@ def rounded_to_e4m3(x):
     return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+@triton.jit(
+    do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"]
+)
 def rope_store_kernel(
     qkv_ptr,
     bias_ptr,
@@ -48,6 +51,8 @@ def rope_store_kernel(
     data_ptr,
     scales_ptr,
     qkv_stride,
+    part_stride,
+    num_parts,
     data_head_stride,
     data_position_stride,
     scales_head_stride,
@@ -63,7 +68,10 @@ def rope_store_kernel(
     HAS_KEY_NORM: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
     IS_INT8: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, PAIRS)
@@ -74,7 +82,10 @@ def rope_store_kernel(
     mask = is_head[:, None, None] & is_pair[None, :, None] & (side >= 0)[None, None, :]
     # [HEADS, PAIRS, 2]: pairs lie together, so they are read as one vector and then split
     at = head[:, None, None] * HEAD_DIM + pair[None, :, None] * 2 + side[None, None, :]
-    x = tl.load(qkv_ptr + row * qkv_stride + at, mask=mask, other=0.0).to(tl.float32)
+    qkv_at = qkv_ptr + row * qkv_stride + at
+    x = tl.load(qkv_at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(qkv_at + part * part_stride, mask=mask & (part < num_parts), other=0.0)
     if HAS_BIAS:
         x += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
     even, odd = tl.split(x)
@@ -113,7 +124,7 @@ def rope_store_kernel(
     out_mask = mask & (head < num_heads)[:, None, None]
     tl.store(out_at, turned.to(out_ptr.dtype.element_ty), mask=out_mask)
 
-    slot = tl.load(slots_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     kept_head = (head - num_heads).to(tl.int64)
     is_kept = (head >= num_heads) & is_head & (slot >= 0)
     if IS_QUANTISED:
@@ -144,12 +155,16 @@ def rope_store(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
-    num_rows, head_dim = qkv.shape[0], pages.head_dim
-    out = qkv.new_empty(num_rows, num_heads, head_dim)
-    assert qkv.stride(1) == 1 and rotations.is_contiguous(), "rows and table are dense"
-    assert rotations.dtype == torch.float32 and slots.dtype == torch.int64, "float32 and int64"
+    num_rows, head_dim = qkv.shape[-2], pages.head_dim
+    num_parts = qkv.shape[0] if qkv.dim() == 3 else 1
+    assert num_parts == 1 or qkv.dtype == torch.float32, "parts are float32"
+    shape = num_rows, num_heads, head_dim
+    out = torch.empty(shape, dtype=out_dtype or qkv.dtype, device=qkv.device)
+    assert qkv.stride(-1) == 1 and rotations.is_contiguous(), "rows and table are dense"
+    assert rotations.dtype == torch.float32, "a float32 table"
     if num_rows == 0:
         return out
     scales = pages.scales
@@ -166,7 +181,9 @@ def rope_store(
         out,
         pages.data,
         rotations if scales is None else scales,
+        qkv.stride(-2),
         qkv.stride(0),
+        num_parts,
         pages.data.stride(0),
         pages.data.stride(1),
         0 if scales is None else scales.stride(0),
@@ -182,6 +199,8 @@ def rope_store(
         HAS_KEY_NORM=key_norm is not None,
         IS_QUANTISED=scales is not None,
         IS_INT8=pages.data.dtype == torch.int8,
+        PARTS=power_of_2(num_parts),  # few variants
+        **dependent(qkv.device),
     )
     return out
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.cost import Cost
-from kernels.gpu.launch import cdiv, power_of_2
+from kernels.gpu.launch import cdiv, dependent, power_of_2, wait_for_inputs
 from kernels.gpu.oracle_sampling import NEAR_DEPTH
 from kernels.gpu.sampling_inputs import SamplingInputs
 
@@ -87,7 +87,9 @@ def best_kernel(
     num_words,
     HAS_ALLOWED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, row = tl.program_id(0), tl.program_id(1)
     values = load_logits(logits_ptr, allowed_ptr, row, block, row_stride, vocab_size, num_words,
                          HAS_ALLOWED, BLOCK)  # fmt: skip
@@ -110,7 +112,9 @@ def depths_kernel(
     HAS_ALLOWED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, row = tl.program_id(0), tl.program_id(1)
     num_blocks = tl.num_programs(0)
     values = load_logits(logits_ptr, allowed_ptr, row, block, row_stride, vocab_size, num_words,
@@ -181,7 +185,9 @@ def gather_kernel(
     HAS_ALLOWED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     block, row = tl.program_id(0), tl.program_id(1)
     num_blocks = tl.num_programs(0)
     best = best_of(best_ptr, row, num_blocks, BLOCKS)
@@ -335,7 +341,9 @@ def draw_kernel(
     limit,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0)
     best = best_of(best_ptr, row, num_blocks, BLOCKS)
     if (best == float("inf")) | (best == float("-inf")):
@@ -372,13 +380,20 @@ def draw_kernel(
 
 
 def sample(
-    logits: torch.Tensor, inputs: SamplingInputs, *, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    inputs: SamplingInputs,
+    *,
+    allowed: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``ops.GpuOps``."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and (allowed is None or allowed.is_contiguous()), "dense rows"
     device = logits.device
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    assert out.dtype == torch.int64 and out.is_contiguous(), "dense int64 tokens"
+    tokens = out[:num_rows]
     if num_rows == 0:
         return tokens
     num_blocks = cdiv(vocab_size, _BLOCK)
@@ -392,7 +407,8 @@ def sample(
     mask = logits if allowed is None else allowed
     shape = (logits.stride(0), vocab_size, 0 if allowed is None else allowed.shape[1])
     grid = (num_blocks, num_rows)
-    flags = {"HAS_ALLOWED": allowed is not None, "BLOCK": _BLOCK, "num_warps": 8}
+    early = dependent(device)
+    flags = {"HAS_ALLOWED": allowed is not None, "BLOCK": _BLOCK, "num_warps": 8, **early}
     temperature, top_k, top_p = inputs.temperature, inputs.top_k, inputs.top_p
     best_kernel[grid](logits, mask, best, *shape, **flags)
     depths_kernel[grid](
@@ -412,6 +428,7 @@ def sample(
         BLOCK=_DRAW_BLOCK,
         BLOCKS=blocks,
         num_warps=8,
+        **early,
     )
     return tokens
 

@@ -21,7 +21,7 @@ from kernels.gpu.attention_parts import (
     score_factor,
     slots_of,
 )
-from kernels.gpu.launch import cdiv, num_splits, power_of_2
+from kernels.gpu.launch import cdiv, dependent, num_splits, power_of_2, wait_for_inputs
 from kernels.gpu.pages import KvPages
 from kernels.gpu.tuning import TUNER, Config
 
@@ -82,7 +82,9 @@ def split_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     sequence = tl.program_id(0)
     tile = 0
     if MANY_TILES:
@@ -198,7 +200,9 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     sequence = tl.program_id(0) // max_rows
     row = tl.program_id(0) % max_rows
     head = tl.program_id(1)
@@ -364,6 +368,7 @@ class _Call:
             HAS_SOFTCAP=self.softcap is not None,
             IS_QUANTISED=scales is not None,
             **config,
+            **dependent(query.device),
         )
         if parts > 1:
             combine_kernel[(num_sequences * max_rows, num_heads)](
@@ -380,4 +385,5 @@ class _Call:
                 # Few variants, so that a new length or batch size does not wait for a compiler.
                 PARTS=_FEW_PARTS if parts <= _FEW_PARTS else _MAX_SPLITS,
                 num_warps=4,
+                **dependent(query.device),
             )

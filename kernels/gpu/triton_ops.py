@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernels.gpu.ancestors import ancestor_bits
 from kernels.gpu.embed import embed
 from kernels.gpu.gated import gated
-from kernels.gpu.matmul import matmul
+from kernels.gpu.matmul import matmul, matmul_gated, matmul_parts
 from kernels.gpu.move_rows import move_rows
 from kernels.gpu.norm import add_rms_norm_, rms_norm
 from kernels.gpu.prefill_attention import prefill_attention
@@ -20,6 +20,8 @@ __all__ = [
     "embed",
     "gated",
     "matmul",
+    "matmul_gated",
+    "matmul_parts",
     "move_rows",
     "prefill_attention",
     "rms_norm",

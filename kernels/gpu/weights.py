@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-# An INT4 span is two halves of at least 32 inputs: a tensor core step needs 16.
+# An INT4 span is four quarters of at least 16 inputs: a tensor core step needs as many.
 _MIN_SPAN = 64
 
 
@@ -17,10 +17,11 @@ _MIN_SPAN = 64
 class Int4Weight:
     """A matrix [num_out, num_in] of 4-bit codes: value = code * scale + zero.
 
-    ``packed`` uint8 [num_spans, num_out, span / 2]: the inputs are cut into spans of
-    max(64, group), and byte j of a span holds input j in its low half and input span / 2 + j in its
-    high half. So a program that reads some outputs of a span reads consecutive bytes, and each
-    nibble of a tile belongs to one half of the span: no value changes its place in registers.
+    ``packed`` int16 [num_spans, num_out, span / 4]: the inputs are cut into spans of
+    max(64, group), and word j of a span holds, from its lowest bits up, the inputs j of the span's
+    four quarters. So a program that reads some outputs of a span reads consecutive bytes, words lie
+    in registers as a tensor core wants 16-bit numbers, and each nibble of a tile belongs to one
+    quarter of the span: no value changes its place.
     ``scale`` and ``zero`` (None: 0) [num_spans * span / group, num_out], float32, bfloat16 or
     float16. Inputs beyond num_in have scale and zero 0.
     """
@@ -37,7 +38,7 @@ class Int4Weight:
 
     @property
     def span(self) -> int:
-        return 2 * self.packed.shape[2]
+        return 4 * self.packed.shape[2]
 
     @property
     def num_bytes(self) -> int:
@@ -122,8 +123,10 @@ def pack_int4(
     span = max(_MIN_SPAN, group)
     num_spans = -(-num_in // span)
     padded = torch.nn.functional.pad(codes, (0, num_spans * span - num_in))
-    halves = padded.view(num_out, num_spans, 2, span // 2)
-    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1).contiguous()
+    quarters = padded.view(num_out, num_spans, 4, span // 4).transpose(0, 1)
+    # int16 of two bytes, the lower one first: so all machines are that have a GPU.
+    pairs = [quarters[:, :, n] | quarters[:, :, n + 1] << 4 for n in (0, 2)]
+    packed = torch.stack(pairs, -1).view(torch.int16).squeeze(-1)
     pad = (0, num_spans * span // group - scale.shape[1])
     parts = [torch.nn.functional.pad(p, pad) for p in ((scale,) if zero is None else (scale, zero))]
     dtype = scale_dtype
@@ -169,8 +172,9 @@ def dequantize(weight: GpuWeight) -> torch.Tensor:
     if isinstance(weight, Int8Weight):
         return _grouped(weight.codes, weight.scale, weight.zero, weight.group or weight.num_in)
     num_spans, num_out, _ = weight.packed.shape
-    halves = torch.stack((weight.packed & 0xF, weight.packed >> 4), 2)  # [spans, N, 2, span / 2]
-    codes = halves.transpose(0, 1).reshape(num_out, num_spans * weight.span)
+    # [spans, N, 4, span / 4]
+    quarters = torch.stack([weight.packed >> bits & 0xF for bits in (0, 4, 8, 12)], 2)
+    codes = quarters.transpose(0, 1).reshape(num_out, num_spans * weight.span)
     return _grouped(codes, weight.scale, weight.zero, weight.group)[:, : weight.num_in]
 
 
