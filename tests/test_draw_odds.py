@@ -8,7 +8,7 @@ from msgspec import structs
 
 from llm_core.messages import SamplingParams
 from llm_core.sampler import draw_token
-from llm_core.speculative.grow import OF_A_HEAD, OF_THE_TARGET, draw_odds
+from llm_core.speculative.grow import OF_ANOTHER, OF_THE_TARGET, draw_odds
 
 PARAMS = (
     SamplingParams(temperature=0.7),
@@ -26,7 +26,7 @@ def rows(count: int, size: int = 60) -> list[np.ndarray]:
 @pytest.mark.parametrize("params", PARAMS)
 def test_are_a_distribution_over_what_can_be_drawn(params: SamplingParams) -> None:
     for row, fraction in zip(rows(20), np.linspace(0.0, 0.999, 20), strict=True):
-        ids, odds = draw_odds(row, params, float(fraction), OF_A_HEAD)
+        ids, odds = draw_odds(row, params, float(fraction), OF_ANOTHER)
         assert odds.min() >= 0.0 and odds.sum() == pytest.approx(1.0)
         drawn = draw_token(row, params, float(fraction))
         assert drawn in (range(len(row)) if ids is None else ids.tolist())
@@ -36,13 +36,13 @@ def test_are_a_distribution_over_what_can_be_drawn(params: SamplingParams) -> No
 def test_are_the_mean_over_numbers_near_the_given_one(params: SamplingParams) -> None:
     """And a tenth of the token's own likelihood, which is its share of all numbers."""
     row, numbers = rows(1)[0], (np.arange(20_000) + 0.5) / 20_000
-    softer = structs.replace(params, temperature=OF_A_HEAD.softness * params.temperature)
+    softer = structs.replace(params, temperature=OF_ANOTHER.softness * params.temperature)
     drawn = np.array([draw_token(row, softer, float(number)) for number in numbers])
     for fraction in (0.0, 0.3, 0.77):
-        weights = np.exp(-np.abs(numbers - fraction) / OF_A_HEAD.reach)
+        weights = np.exp(-np.abs(numbers - fraction) / OF_ANOTHER.reach)
         weights = 0.9 * weights / weights.sum() + 0.1 / len(numbers)
         expected = np.bincount(drawn, weights, minlength=len(row))
-        ids, odds = draw_odds(row, params, fraction, OF_A_HEAD)
+        ids, odds = draw_odds(row, params, fraction, OF_ANOTHER)
         found = np.zeros(len(row))
         found[np.arange(len(row)) if ids is None else ids] = odds
         assert found == pytest.approx(expected, abs=1e-3)
@@ -65,7 +65,7 @@ def test_find_more_of_what_is_drawn_than_the_likeliest_do() -> None:
         guessed = (row + dice.normal(0.0, 0.4, len(row))).astype(np.float32)
         fraction = float(dice.random())
         drawn = draw_token(row, params, fraction)
-        ids, odds = draw_odds(guessed, params, fraction, OF_A_HEAD)
+        ids, odds = draw_odds(guessed, params, fraction, OF_ANOTHER)
         best = np.argsort(-odds)[:2]
         by_odds += drawn in (best if ids is None else ids[best])
         by_likelihood += drawn in np.argsort(-guessed)[:2]

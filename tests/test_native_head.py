@@ -21,7 +21,7 @@ from llm_core.speculative.draft_head import ChainHead, DraftHead, HeadBatch
 from llm_core.speculative.drafter import ComputedRows, DraftRequest, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
-from llm_core.speculative.grow import OF_A_HEAD, draw_odds
+from llm_core.speculative.grow import OF_ANOTHER, draw_odds
 from llm_core.speculative.head_config import HeadConfig
 from llm_core.speculative.native_head import NativeHead, unsupported_head_reason
 from llm_core.speculative.tree import DraftTree
@@ -308,7 +308,7 @@ def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
         numbers = wanted[index].fractions
         if numbers:
             row = logits[-1].numpy()
-            kept, odds = draw_odds(row, wanted[index].params, numbers[0], OF_A_HEAD)
+            kept, odds = draw_odds(row, wanted[index].params, numbers[0], OF_ANOTHER)
             expected = torch.zeros(len(row), dtype=torch.float64)
             expected[torch.arange(len(row)) if kept is None else kept] = torch.tensor(odds)
         order = [

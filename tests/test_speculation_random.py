@@ -25,6 +25,7 @@ from llm_core.speculative.draft_model import DraftModelDrafter
 from llm_core.speculative.drafter import Drafter, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
+from llm_core.speculative.grow import OF_THE_TARGET
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.medusa_drafter import MedusaDrafter
 from llm_core.speculative.ngram import NgramDrafter
@@ -74,7 +75,7 @@ def draft_model() -> Drafter:
     weights = random_weights(CONFIG)
     weights["head"] = weights["head"] * 3
     model = ModelRunner(CONFIG, weights, num_blocks=100, block_size=8)
-    return DraftModelDrafter(model, vocab_size=len(TOKENS))
+    return DraftModelDrafter(model, vocab_size=len(TOKENS), nearness=OF_THE_TARGET)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -215,6 +216,7 @@ def said_by_seed(shape_name: str) -> list[Text]:
     drafter = DraftModelDrafter(
         ModelRunner(CONFIG, random_weights(CONFIG), num_blocks=400, block_size=8),
         vocab_size=len(TOKENS),
+        nearness=OF_THE_TARGET,
     )
     engine = make_engine(model, max_sequences=24, max_waiting=1000)
     engine.speculate(drafter, FixedController(SHAPES[shape_name]))

@@ -17,7 +17,7 @@ from llm_core.runner import ModelRunner
 from llm_core.sequence import TokenSequence, common_prefix_len
 from llm_core.speculative.draft_head import HeadResult
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
-from llm_core.speculative.grow import OF_THE_TARGET, DraftPlace, Grower
+from llm_core.speculative.grow import OF_ANOTHER, DraftPlace, Grower, Nearness
 from llm_core.speculative.tree import EMPTY, DraftTree
 
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward
@@ -37,10 +37,14 @@ class DraftModelDrafter:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        """``vocab_size``: tokens of the target; the draft model's vocabulary begins with them."""
+    def __init__(
+        self, runner: ModelRunner, *, vocab_size: int, nearness: Nearness = OF_ANOTHER
+    ) -> None:
+        """``vocab_size``: tokens of the target; the draft model's vocabulary begins with them.
+        ``nearness``: of their distributions."""
         self.name = "draft model"
         self._runner = runner
+        self._nearness = nearness
         self._target_ids = range(vocab_size)
         self._free = list(range(runner.num_blocks))
         self._texts: dict[int, _Text] = {}
@@ -52,7 +56,7 @@ class DraftModelDrafter:
             return trees
         chosen = [requests[index] for index in able]
         grower = Grower(
-            chosen, self._read(chosen), self._places(chosen), self._target_ids, OF_THE_TARGET
+            chosen, self._read(chosen), self._places(chosen), self._target_ids, self._nearness
         )
         while (batch := grower.next_batch()) is not None:
             grower.take(self._forward(batch.token_ids, batch.segments, batch.output_rows))

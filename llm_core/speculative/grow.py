@@ -37,7 +37,7 @@ _ANYHOW = 0.1  # of all draws: those about which the number says nothing
 @dataclass(frozen=True, slots=True)
 class Nearness:
     """How far a drafter's distribution is from the target's: numbers nearer than ``reach`` draw
-    mostly the same from both; temperatures are ``softness`` times as high for it, since a head is
+    mostly the same from both; temperatures are ``softness`` times as high for it, since it is
     surer of itself than it is right."""
 
     reach: float
@@ -45,7 +45,7 @@ class Nearness:
 
 
 # Fitted to what the bundled head says of a target's own talk at temperature 0.7, three deep.
-OF_A_HEAD = Nearness(reach=0.3, softness=1.3)
+OF_ANOTHER = Nearness(reach=0.3, softness=1.3)
 OF_THE_TARGET = Nearness(reach=1e-6, softness=1.0)
 
 
@@ -172,7 +172,7 @@ class Grower:
         result: HeadResult,
         places: Sequence[DraftPlace],
         target_ids: Sequence[int],
-        nearness: Nearness = OF_A_HEAD,
+        nearness: Nearness = OF_ANOTHER,
     ) -> None:
         """``result``: what the head says after each request's text; ``places``: where its drafts
         are kept; ``target_ids``: the token of each draft word; ``nearness``: see ``draw_odds``."""

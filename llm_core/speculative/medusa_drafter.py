@@ -15,7 +15,7 @@ from llm_core.block_tables import BlockCopy
 from llm_core.sampler import FloatRow
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
-from llm_core.speculative.grow import OF_A_HEAD, draw_odds
+from llm_core.speculative.grow import OF_ANOTHER, draw_odds
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.tree import EMPTY, DraftTree
 
@@ -102,6 +102,6 @@ def _likeliest(row: torch.Tensor, request: DraftRequest, depth: int) -> list[tup
         best = row.softmax(-1).topk(min(request.shape.width, len(row)))
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     logits: FloatRow = row.numpy()
-    ids, odds = draw_odds(logits, request.params, request.fractions[depth], OF_A_HEAD)
+    ids, odds = draw_odds(logits, request.params, request.fractions[depth], OF_ANOTHER)
     chosen = np.argsort(-odds, kind="stable")[: request.shape.width]
     return [(int(at if ids is None else ids[at]), float(odds[at])) for at in chosen]

@@ -28,7 +28,7 @@ from llm_core.rope import rope_tables
 from llm_core.speculative.draft_head import HeadBatch, HeadResult
 from llm_core.speculative.drafter import DraftRequest
 from llm_core.speculative.eagle import halves_to_pairs, target_ids
-from llm_core.speculative.grow import OF_A_HEAD
+from llm_core.speculative.grow import OF_ANOTHER
 from llm_core.speculative.head_config import HeadConfig
 from llm_core.speculative.tree import DraftTree
 
@@ -131,7 +131,7 @@ class NativeHead:
                 fractions[step * num_segments + i] = drawn
             # In the order of the structure's fields: names would take as long as the rest.
             choices[i] = native.DraftChoice(
-                max(params.temperature * OF_A_HEAD.softness, _LEAST_TEMPERATURE),
+                max(params.temperature * OF_ANOTHER.softness, _LEAST_TEMPERATURE),
                 params.top_p,
                 params.min_p,
                 request.shape.least_probability,
@@ -160,7 +160,7 @@ class NativeHead:
             num_siblings=num_siblings,
             out_lengths=lengths.buffer_info()[0],
             num_steps=num_steps,
-            guess_reach=OF_A_HEAD.reach,
+            guess_reach=OF_ANOTHER.reach,
         )
         trees = []
         for i, n in enumerate(lengths):
