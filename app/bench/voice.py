@@ -156,7 +156,7 @@ class VoiceOptions:
     directory ``speech``. ``provider``: they call by phone, through one of ``PROVIDERS``.
     Without ``url`` a server is started for it, with the environment ``server``; only then is its
     CPU time known. ``audiosocket_port``: where the server at ``url`` takes Asterisk's calls.
-    ``record``: a folder for the recordings, left the caller, right the replies.
+    ``record``: a folder, there already, for the recordings, left the caller, right the replies.
     """
 
     callers: int = 1
@@ -182,8 +182,6 @@ async def run_async(
     options: VoiceOptions, on_note: Callable[[str], None] = lambda note: None
 ) -> dict[str, Any]:
     """``run`` on a loop that runs."""
-    if options.record is not None:
-        options.record.mkdir(parents=True, exist_ok=True)
     line = None
     if options.provider == "audiosocket":
         line = AudioSocketPort.of(options.url, options.audiosocket_port)
