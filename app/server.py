@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -31,7 +32,7 @@ from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.engine_start import load_engine, load_rollout, load_small_engine
 from app.errors import ConfigError, ModelStoreError
-from app.http_protocol import ImpatientProtocol
+from app.http_protocol import FewFragmentsProtocol, server_protocol
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
@@ -241,10 +242,10 @@ async def listening(
     config = uvicorn.Config(
         app,
         lifespan="on",
-        http=ImpatientProtocol,
+        http=cast(Any, server_protocol),
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
-        ws="websockets-sansio",
+        ws=FewFragmentsProtocol,
         ws_max_size=settings.max_message_bytes,
         # Speech in base64 hardly shrinks, and deflating it costs more than the bytes it saves.
         ws_per_message_deflate=False,
