@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.abc
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from app.cli import DEFAULT_SYSTEM, main
+from app.cli import DEFAULT_SYSTEM, EXIT_INTERRUPTED, main
 from app.server_process import ServerStartError, own_server
 from tests.scripted_realtime import RATE, Call, scripted_server, tone
 
@@ -101,6 +103,19 @@ def test_help_names_all_commands_and_is_quick() -> None:
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "[]"
+
+
+def test_ctrl_c_while_the_command_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "app.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "app.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("app", run_name="__main__")
+    assert ended.value.code == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("argument", ["version", "--version"])
