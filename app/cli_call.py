@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from app.call_client import CallClient, Trouble, open_call
-from app.cli_talk import Speaker, Talk, TalkOptions, check_places
+from app.cli_talk import Speaker, Talk, TalkOptions, check_places, run_until_stopped
 from app.errors import ConfigError
 from app.talk_client import INVALID_KEY, is_valid_key
 
@@ -37,14 +35,10 @@ def run_call(options: TalkOptions, call: CallOptions) -> bool:
     if call.provider == "audiosocket" and options.url and call.audiosocket_port is None:
         raise ConfigError("--provider audiosocket with --url needs --audiosocket-port")
     check_places(options)
-    return asyncio.run(_run(options, call))
+    return run_until_stopped(_run(options, call))
 
 
 async def _run(options: TalkOptions, call: CallOptions) -> bool:
-    task = asyncio.current_task()
-    assert task is not None
-    # Whoever ends this command politely must not leave its server behind.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
         return await _PhoneTalk(options, call, stack).run()
 

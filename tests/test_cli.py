@@ -255,6 +255,26 @@ async def test_talk_to_a_silent_server(tmp_path: Path, capsys: pytest.CaptureFix
     assert err.startswith("parley: no speech was found in question.wav")
 
 
+async def test_talk_that_is_told_to_stop_does_so_without_a_word(tmp_path: Path) -> None:
+    question = str(write_wav(tmp_path / "question.wav"))
+    speaks = asyncio.Event()
+
+    async def script(call: Call, event: dict[str, Any]) -> None:
+        if event["type"] == "input_audio_buffer.append":
+            speaks.set()
+
+    async with scripted_server(script) as server:
+        command = [sys.executable, "-m", "app", "talk", question, "--url", server.url, "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(30):
+            await speaks.wait()
+            process.terminate()
+            assert await process.communicate() == (b"", b"")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_talk_to_nobody(tmp_path: Path, closed_port: int) -> None:
     files = [str(write_wav(tmp_path / f"{name}.wav")) for name in ("a", "b")]
     done = parley("talk", *files, "--url", f"http://127.0.0.1:{closed_port}")
