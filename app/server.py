@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -21,7 +22,7 @@ import uvloop
 from fastapi import FastAPI
 
 from app.api.phone import audiosocket
-from app.config import Settings
+from app.config import Settings, unknown_variables
 from app.connections import Connections
 from app.conversation.filler import Filler
 from app.conversation.load import Load
@@ -355,6 +356,8 @@ def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
     Raises ConfigError or ModelStoreError when the server cannot start.
     """
     setup_logging(settings)
+    for slip in unknown_variables(os.environ, settings):
+        logger.warning("%s", slip)
     if not settings.api_keys and not _is_loopback(settings.host):
         logger.warning(
             "anyone who can reach %s can use this server and read its traces: PARLEY_API_KEYS is "
