@@ -159,7 +159,6 @@ class Talk:
         self._options = options
         self._stack = stack
         self._calls = AsyncExitStack()
-        self._stack.push_async_callback(self._calls.aclose)
         self._vad = VadModel()
         self._server: OwnServer | None = None
         self._address: tuple[str, str | None] | None = None
@@ -169,6 +168,13 @@ class Talk:
 
     async def run(self) -> bool:
         """All recordings, one after the other."""
+        try:
+            return await self._say_all()
+        finally:
+            # Before a server of ours ends, which waits for running turns to be over.
+            await self._hang_up()
+
+    async def _say_all(self) -> bool:
         all_answered = True
         for path in self._options.files:
             try:

@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import wave
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app import cli_talk
 from app.cli import DEFAULT_SYSTEM, EXIT_INTERRUPTED, main
 from app.server_process import ServerStartError, own_server
 from tests.scripted_realtime import RATE, Call, scripted_server, tone
@@ -273,6 +276,32 @@ async def test_talk_that_is_told_to_stop_does_so_without_a_word(tmp_path: Path) 
             process.terminate()
             assert await process.communicate() == (b"", b"")
     assert process.returncode == 128 + signal.SIGTERM
+
+
+async def test_talk_hangs_up_before_it_ends_its_own_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The other way round the server waits for the turn, for as long as it drains.
+    ended: list[str] = []
+
+    @asynccontextmanager
+    async def told(name: str, **fields: object) -> AsyncIterator[SimpleNamespace]:
+        try:
+            yield SimpleNamespace(url="", has_died=False, **fields)
+        finally:
+            ended.append(name)
+
+    async def interrupted(*args: object, **kwargs: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(cli_talk, "own_server", lambda **_: told("server"))
+    monkeypatch.setattr(cli_talk, "open_talk", lambda *_, **__: told("call", speak=interrupted))
+    monkeypatch.setattr(cli_talk, "fetch_models", lambda *_: None)
+    options = cli_talk.TalkOptions(files=[write_wav(tmp_path / "a.wav")], home=tmp_path)
+    with pytest.raises(asyncio.CancelledError):
+        async with AsyncExitStack() as stack:
+            await cli_talk.Talk(options, stack).run()
+    assert ended == ["call", "server"]
 
 
 def test_talk_to_nobody(tmp_path: Path, closed_port: int) -> None:
