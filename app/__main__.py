@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from app.cli import main
+import sys
+
+try:
+    from app.cli import main
+except KeyboardInterrupt:  # it takes half a second, in which people change their mind
+    sys.exit(130)
 
 # The guard matters: worker processes import this file again.
 if __name__ == "__main__":

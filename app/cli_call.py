@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from app.call_client import AudioSocketPort, CallClient, Trouble, open_call
-from app.cli_talk import Speaker, Talk, TalkOptions, check_places
+from app.cli_talk import Speaker, Talk, TalkOptions, check_places, run_until_stopped
 from app.errors import ConfigError
 from app.talk_client import INVALID_KEY, is_valid_key
 
@@ -34,14 +32,10 @@ def run_call(options: TalkOptions, call: CallOptions) -> bool:
     if call.provider == "audiosocket":
         port = AudioSocketPort.of(options.url, call.audiosocket_port)
     check_places(options)
-    return asyncio.run(_run(options, call, port))
+    return run_until_stopped(_run(options, call, port))
 
 
 async def _run(options: TalkOptions, call: CallOptions, port: AudioSocketPort | None) -> bool:
-    task = asyncio.current_task()
-    assert task is not None
-    # Whoever ends this command politely must not leave its server behind.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
         return await _PhoneTalk(options, call, port, stack).run()
 

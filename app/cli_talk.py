@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ def run_talk(options: TalkOptions) -> bool:
     if options.api_key is not None and not is_valid_key(options.api_key):
         raise ConfigError(f"--api-key or PARLEY_API_KEY: {INVALID_KEY}")
     check_places(options)
-    return asyncio.run(_talk(options))
+    return run_until_stopped(_talk(options))
 
 
 def check_places(options: TalkOptions) -> None:
@@ -119,11 +119,23 @@ def _check_old_file(name: str, place: Path) -> None:
         raise ConfigError(f"{name}: cannot write {place}: {error.strerror}") from error
 
 
+def run_until_stopped(command: Coroutine[Any, Any, bool]) -> bool:
+    """Runs ``command``. SIGTERM cancels it, so that it leaves no server behind, and raises
+    SystemExit with the status that a shell expects."""
+
+    async def run() -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await command
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
 async def _talk(options: TalkOptions) -> bool:
-    task = asyncio.current_task()
-    assert task is not None
-    # Whoever ends this command politely must not leave its server behind.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
         return await Talk(options, stack).run()
 
@@ -147,7 +159,6 @@ class Talk:
         self._options = options
         self._stack = stack
         self._calls = AsyncExitStack()
-        self._stack.push_async_callback(self._calls.aclose)
         self._vad = VadModel()
         self._server: OwnServer | None = None
         self._address: tuple[str, str | None] | None = None
@@ -157,6 +168,13 @@ class Talk:
 
     async def run(self) -> bool:
         """All recordings, one after the other."""
+        try:
+            return await self._say_all()
+        finally:
+            # Before a server of ours ends, which waits for running turns to be over.
+            await self._hang_up()
+
+    async def _say_all(self) -> bool:
         all_answered = True
         for path in self._options.files:
             try:

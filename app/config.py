@@ -6,15 +6,23 @@ embedded models.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import ConfigError
+
+_PREFIX = "PARLEY_"
+# Names of settings whose values are not to be seen in a terminal or a log.
+_SECRET = ("KEY", "TOKEN", "CREDENTIAL", "ENDPOINT", "SERVERS")
+_MAX_TOLD_CHARS = 300
 
 # Chosen among five by what the embedded model answers: it keeps to English and to short answers.
 DEFAULT_INSTRUCTIONS = (
@@ -86,7 +94,7 @@ Policies = Annotated[
 class Settings(BaseSettings):
     """All settings of one server. Frozen: nothing changes after start."""
 
-    model_config = SettingsConfigDict(env_prefix="PARLEY_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
 
     home: Path = Field(
         default_factory=lambda: Path.home() / ".parley", description="models and data live here"
@@ -368,7 +376,28 @@ def load_settings(**overrides: object) -> Settings:
     try:
         return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        details = "; ".join(
-            f"PARLEY_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
-        )
+        details = "; ".join(_told(one) for one in error.errors())
         raise ConfigError(f"invalid settings: {details}") from error
+
+
+def _told(details: ErrorDetails) -> str:
+    """One error, with the variable's name and what it was set to."""
+    # Without the numbers of list items: there is no such variable.
+    name = _PREFIX + str(details["loc"][0]).upper()
+    value, message = details["input"], details["msg"].removeprefix("Value error, ")
+    is_shown = isinstance(value, str | int | float) and not any(word in name for word in _SECRET)
+    return f"{name}: {message}{f', not {value!r}' if is_shown else ''}"[:_MAX_TOLD_CHARS]
+
+
+def unknown_variables(environment: Mapping[str, str], settings: Settings) -> list[str]:
+    """What looks like a setting and is none, a sentence each: a slip may have cost a guard."""
+    known = {name.upper() for name in Settings.model_fields}
+    # Clients read this one. Who starts a server with it and without the other has mixed them up.
+    others = {"API_KEY"} if settings.api_keys else set()
+    given = {name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)}
+    told = []
+    for name in sorted(given - known - others):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {_PREFIX}{close[0]}?" if close else ""
+        told.append(f"{_PREFIX}{name} is not a setting of the server and is ignored{hint}")
+    return told

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with an end to connections that never ask for anything."""
+"""uvicorn's protocols, with an end to what a peer could go on with for ever."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+
+from app.portions import Portions
 
 # A request's head comes in one or two packets; this is for slow lines.
 FIRST_REQUEST_S = 20.0
+# Enough for the largest message in fragments of 1 KB. Each costs 60 bytes of memory beside its
+# content, also those without content, which no limit of a message's length would ever end.
+MAX_FRAGMENTS = 16_384
+
+
+def server_protocol(**uvicorn_arguments: Any) -> asyncio.Protocol:
+    """What uvicorn serves a connection with."""
+    return Portions(lambda: ImpatientProtocol(**uvicorn_arguments))
 
 
 class ImpatientProtocol(H11Protocol):
@@ -56,3 +68,18 @@ class ImpatientProtocol(H11Protocol):
     def _close_if_silent(self) -> None:
         self._waiting = None
         self.transport.close()
+
+
+class FewFragmentsProtocol(WebSocketsSansIOProtocol):
+    """Closes with 1009 when a message comes in more than ``MAX_FRAGMENTS`` pieces."""
+
+    def handle_cont(self, event: Frame) -> None:
+        if self.close_sent:
+            return
+        if len(self.frames) < MAX_FRAGMENTS:
+            super().handle_cont(event)
+            return
+        self.frames = []
+        why = f"a message in more than {MAX_FRAGMENTS} fragments"
+        self.conn.send_close(CloseCode.MESSAGE_TOO_BIG, why)
+        self.handle_parser_exception()

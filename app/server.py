@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -14,13 +15,14 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
 from app.api.phone import audiosocket
-from app.config import Settings
+from app.config import Settings, unknown_variables
 from app.connections import Connections
 from app.conversation.filler import Filler
 from app.conversation.load import Load
@@ -31,7 +33,7 @@ from app.conversation.tools import ToolBox
 from app.conversation.warm_up import warm_up
 from app.engine_start import load_engine, load_rollout, load_small_engine
 from app.errors import ConfigError, ModelStoreError
-from app.http_protocol import ImpatientProtocol
+from app.http_protocol import FewFragmentsProtocol, server_protocol
 from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
@@ -241,10 +243,10 @@ async def listening(
     config = uvicorn.Config(
         app,
         lifespan="on",
-        http=ImpatientProtocol,
+        http=cast(Any, server_protocol),
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
-        ws="websockets-sansio",
+        ws=FewFragmentsProtocol,
         ws_max_size=settings.max_message_bytes,
         # Speech in base64 hardly shrinks, and deflating it costs more than the bytes it saves.
         ws_per_message_deflate=False,
@@ -354,6 +356,8 @@ def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
     Raises ConfigError or ModelStoreError when the server cannot start.
     """
     setup_logging(settings)
+    for slip in unknown_variables(os.environ, settings):
+        logger.warning("%s", slip)
     if not settings.api_keys and not _is_loopback(settings.host):
         logger.warning(
             "anyone who can reach %s can use this server and read its traces: PARLEY_API_KEYS is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -274,8 +275,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        code = _HTTP_CODES.get(error.status_code)
-        response = error_response(ClientError(str(error.detail), code=code), error.status_code)
+        code, message = _HTTP_CODES.get(error.status_code), str(error.detail)
+        if message == HTTPStatus(error.status_code).phrase:  # nobody has said more
+            message = f"{message}: {request.method} {request.url.path[:200]}"
+        response = error_response(ClientError(message, code=code), error.status_code)
         response.headers.update(error.headers or {})
         return response
 

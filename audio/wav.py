@@ -19,6 +19,8 @@ _EXPECTED = (
 _RAW_SUFFIXES = (".raw", ".pcm", ".sln", ".s16le")
 _CONTAINERS = (b"RIFF", b"RIFX", b"fLaC", b"OggS")
 _HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
+# What recordings have. A rate of 1 Hz, from a broken header, would take gigabytes to resample.
+_MIN_RATE, _MAX_RATE = 4_000, 768_000
 # What programs write that stream a WAV and cannot go back to fill in the length.
 _UNKNOWN_LEN = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x7FFFFFFF - 36, 0)
 
@@ -27,7 +29,8 @@ def read_audio(path: Path, *, max_s: float | None = None) -> tuple[Samples, int]
     """Samples float32 [n] in [-1, 1] and their rate; several channels are mixed by their mean.
 
     Raises AudioError when the file cannot be opened, AudioFormatError when it is empty, not audio,
-    truncated, longer than ``max_s`` seconds, or holds no samples or values that are not numbers.
+    truncated, longer than ``max_s`` seconds, has a rate that no recording has, no samples, or
+    values that are not numbers.
     """
     try:
         content = path.read_bytes()
@@ -59,6 +62,11 @@ def _read_container(path: Path, content: bytes, max_s: float | None) -> tuple[Sa
         # As bytes: what a file is follows from its content, never from its name.
         with sf.SoundFile(io.BytesIO(content)) as file:
             rate = int(file.samplerate)
+            if not _MIN_RATE <= rate <= _MAX_RATE:
+                raise AudioFormatError(
+                    f"{path} says that its sample rate is {rate} Hz: expected {_MIN_RATE} to "
+                    f"{_MAX_RATE} Hz"
+                )
             num_expected = len(file)
             _check_duration(path, num_expected / rate, max_s)
             frames = file.read(dtype="float32", always_2d=True)

@@ -83,6 +83,8 @@ def say(
     engine._speculator = None
     if mode.drafter is not None and mode.controller is not None:
         context_len = engine.info.context_len
+        if mode.drafter.feature_layers:  # each head reads its own
+            engine._runner.set_feature_layers(mode.drafter.feature_layers)
         engine._speculator = Speculator(
             mode.drafter, mode.controller, max_context=context_len, clock=time.perf_counter_ns
         )

@@ -120,9 +120,6 @@ def bench_model(arguments: argparse.Namespace) -> dict[str, Any]:
                     drafters[name] = drafter
     costs = measure_row_costs(runner)
     draft_costs = {name: measure_draft_costs(d, runner) for name, d in drafters.items()}
-    for drafter in drafters.values():
-        if drafter.feature_layers:
-            runner.set_feature_layers(drafter.feature_layers)
     engine = Engine(
         runner,
         opened.tokenizer,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_core.errors import InvalidRequestError, LlmError
+from llm_core.errors import InvalidRequestError
 from llm_core.messages import (
     ChoiceGuide,
     Guide,
@@ -50,8 +50,10 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 class GuideState:
     """Where one reply stands in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, name: str) -> None:
+        """``name``: of the parameter that the grammar is of."""
         self._matcher = matcher
+        self._name = name
         self._vocab_size = vocab_size
         self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
 
@@ -63,7 +65,8 @@ class GuideState:
     def allowed(self) -> BoolRow:
         """bool [vocab]: what may come next; tokens that end the reply only where it may end.
 
-        Changes nothing. Raises LlmError when the grammar has grown beyond its limits.
+        Changes nothing. Raises InvalidRequestError when the grammar grows beyond its limits: that
+        is found only where a reply takes it there.
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
@@ -71,7 +74,7 @@ class GuideState:
         return bits[: self._vocab_size].view(np.bool_)
 
     def accept(self, token_id: int) -> None:
-        """Moves on by an allowed token. Raises LlmError as ``allowed``."""
+        """Moves on by an allowed token. Raises InvalidRequestError as ``allowed``."""
         self._matcher.consume_token(token_id)
         self._check()
 
@@ -86,7 +89,8 @@ class GuideState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise LlmError(f"guided decoding failed: {_first_line(self._matcher.get_error())}")
+            why = _first_line(self._matcher.get_error())
+            raise InvalidRequestError(f"{self._name}: it is too much to follow: {why}")
 
 
 class GuideCompiler:
@@ -97,7 +101,7 @@ class GuideCompiler:
         self._tool_format = tool_format
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
-        self._cache: OrderedDict[Guide, llguidance.LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[Guide, tuple[llguidance.LLMatcher, str]] = OrderedDict()
 
     def prepare(self) -> None:
         """Reads the vocabulary (0.3 s for 49k tokens) in a thread, so that no request waits."""
@@ -106,16 +110,18 @@ class GuideCompiler:
 
     def start(self, guide: Guide) -> GuideState:
         """The beginning of a reply. Raises InvalidRequestError for what cannot be a guide."""
-        matcher = self._cache.get(guide)
-        if matcher is None:
-            matcher = self._compile(guide)
-            self._cache[guide] = matcher
+        compiled = self._cache.get(guide)
+        if compiled is None:
+            compiled = self._compile(guide)
+            self._cache[guide] = compiled
             if len(self._cache) > _NUM_CACHED:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(guide)
-        return GuideState(matcher.deep_copy(), self._tokenizer.vocab_size)
+        matcher, name = compiled
+        return GuideState(matcher.deep_copy(), self._tokenizer.vocab_size, name)
 
-    def _compile(self, guide: Guide) -> llguidance.LLMatcher:
+    def _compile(self, guide: Guide) -> tuple[llguidance.LLMatcher, str]:
+        """The grammar, and the name of the parameter that it is of."""
         import llguidance
 
         grammar, name = _grammar(guide, self._tool_format)
@@ -128,15 +134,9 @@ class GuideCompiler:
         if matcher.is_error():
             raise InvalidRequestError(f"{name}: {_first_line(matcher.get_error())}")
         # Some grammars are found to be impossible only when they are asked what may come first.
-        try:
-            may_begin = bool(
-                GuideState(matcher.deep_copy(), self._tokenizer.vocab_size).allowed().any()
-            )
-        except LlmError as error:
-            raise InvalidRequestError(f"{name}: {error}") from error
-        if not may_begin:
+        if not GuideState(matcher.deep_copy(), self._tokenizer.vocab_size, name).allowed().any():
             raise InvalidRequestError(f"{name}: no reply can satisfy it")
-        return matcher
+        return matcher, name
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance

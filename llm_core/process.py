@@ -149,6 +149,9 @@ class EngineProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     env=_environment(config),
+                    # Ctrl-C reaches all of a terminal's group. The engine is to go on until the
+                    # turns are over, and while it loads its code it could not even ignore it.
+                    start_new_session=True,
                 )
             except BaseException as error:
                 writer.close()

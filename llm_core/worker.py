@@ -242,8 +242,8 @@ def main() -> int:
         level=arguments.log_level,
         format="%(asctime)s %(levelname)s engine[%(process)d] %(name)s: %(message)s",
     )
-    # Ctrl-C in a terminal and a service manager's stop reach the whole group; the parent decides,
-    # and closes the socket.
+    # A service manager's stop reaches all processes of the service; the parent decides, and closes
+    # the socket.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=arguments.fd) as connection:

@@ -107,7 +107,33 @@ def test_a_barge_in_is_measured_from_the_onset_of_the_voice() -> None:
     tally.take(said, result(said, *both, silenced_at=[onset + RATE // 5]))
     assert tally.barge_in_ms == [200.0] and tally.num_turns == 2
     tally.take(said, result(said, both[0]))
-    assert (tally.missed_barge_ins, tally.missed_turns) == (1, 1)
+    assert (tally.missed_barge_ins, tally.idle_barge_ins, tally.missed_turns) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("reply_s", "is_missed"),
+    [
+        ([], False),  # no answer yet
+        ([(1.2, 2.9)], False),  # it was over
+        ([(1.2, 3.3)], False),  # it ended by itself in the moment in which it should have stopped
+        ([(1.2, 2.9), (3.9, 5.0)], False),  # the next answer
+        ([(1.2, 4.5)], True),  # it went on and on
+        ([(1.2, 2.9), (3.1, 3.45), (3.45, 3.48)], False),
+        ([(1.2, 2.9), (3.2, 3.8)], True),  # it began while the caller spoke
+    ],
+)
+def test_a_barge_in_is_missed_only_where_a_reply_sounds_over_the_caller(
+    reply_s: list[tuple[float, float]], is_missed: bool
+) -> None:
+    said, tally = utterance(Kind.BARGE_IN), Tally()
+    given = result(said, turn(a="Tell me."), turn(b="Stop."))
+    for start, end in reply_s:
+        loud = np.full(round((end - start) * RATE), 3_000, np.int16)
+        given.recording.play(loud, round(start * RATE))
+    tally.take(said, given)
+    assert (tally.missed_barge_ins, tally.idle_barge_ins) == (is_missed, not is_missed)
+    figures = tally.to_dict(1, None, 10.0)
+    assert (figures["missed_barge_ins"], figures["idle_barge_ins"]) == (is_missed, not is_missed)
 
 
 def test_words_that_nobody_knows_are_not_wrong() -> None:

@@ -207,6 +207,7 @@ async def test_bad_requests(tmp_path: Path) -> None:
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
         response = await client.get("/v1/chat/completions")
         assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+        assert error_of(response)["message"] == "Method Not Allowed: GET /v1/chat/completions"
         assert response.headers["allow"] == "POST"
         response = await client.post("/v1/no-such-thing", json={})
         assert (response.status_code, error_of(response)["code"]) == (404, "not_found")

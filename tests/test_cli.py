@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.abc
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import wave
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from app.cli import DEFAULT_SYSTEM, main
+from app import cli_talk
+from app.cli import DEFAULT_SYSTEM, EXIT_INTERRUPTED, main
 from app.server_process import ServerStartError, own_server
 from tests.scripted_realtime import RATE, Call, scripted_server, tone
 
@@ -101,6 +106,19 @@ def test_help_names_all_commands_and_is_quick() -> None:
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "[]"
+
+
+def test_ctrl_c_while_the_command_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "app.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "app.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("app", run_name="__main__")
+    assert ended.value.code == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("argument", ["version", "--version"])
@@ -238,6 +256,52 @@ async def test_talk_to_a_silent_server(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 1
     assert out == ""
     assert err.startswith("parley: no speech was found in question.wav")
+
+
+async def test_talk_that_is_told_to_stop_does_so_without_a_word(tmp_path: Path) -> None:
+    question = str(write_wav(tmp_path / "question.wav"))
+    speaks = asyncio.Event()
+
+    async def script(call: Call, event: dict[str, Any]) -> None:
+        if event["type"] == "input_audio_buffer.append":
+            speaks.set()
+
+    async with scripted_server(script) as server:
+        command = [sys.executable, "-m", "app", "talk", question, "--url", server.url, "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(30):
+            await speaks.wait()
+            process.terminate()
+            assert await process.communicate() == (b"", b"")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+async def test_talk_hangs_up_before_it_ends_its_own_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The other way round the server waits for the turn, for as long as it drains.
+    ended: list[str] = []
+
+    @asynccontextmanager
+    async def told(name: str, **fields: object) -> AsyncIterator[SimpleNamespace]:
+        try:
+            yield SimpleNamespace(url="", has_died=False, **fields)
+        finally:
+            ended.append(name)
+
+    async def interrupted(*args: object, **kwargs: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(cli_talk, "own_server", lambda **_: told("server"))
+    monkeypatch.setattr(cli_talk, "open_talk", lambda *_, **__: told("call", speak=interrupted))
+    monkeypatch.setattr(cli_talk, "fetch_models", lambda *_: None)
+    options = cli_talk.TalkOptions(files=[write_wav(tmp_path / "a.wav")], home=tmp_path)
+    with pytest.raises(asyncio.CancelledError):
+        async with AsyncExitStack() as stack:
+            await cli_talk.Talk(options, stack).run()
+    assert ended == ["call", "server"]
 
 
 def test_talk_to_nobody(tmp_path: Path, closed_port: int) -> None:

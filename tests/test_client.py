@@ -103,6 +103,11 @@ async def test_a_reply_in_order(client: EngineClient) -> None:
     await assert_nothing_left(client)
 
 
+async def test_a_terminals_ctrl_c_does_not_reach_the_engine(client: EngineClient) -> None:
+    # It could ignore it only once its code is loaded: a reserve process takes seconds for that.
+    assert os.getpgid(pid_of(client)) != os.getpgid(0)
+
+
 async def test_info(client: EngineClient) -> None:
     assert client.info.num_layers == 2
     assert client.info.context_len == 16_384

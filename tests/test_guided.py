@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llm_core.errors import InvalidRequestError, LlmError
+from llm_core.errors import InvalidRequestError
 from llm_core.guided import MAX_GUIDE_CHARS, GuideCompiler, GuideState
 from llm_core.messages import (
     ChoiceGuide,
@@ -202,9 +203,18 @@ def test_a_hostile_guide_costs_little_or_is_refused(guide: Guide) -> None:
             if state.is_complete or not len(token_ids):
                 break
             state.accept(int(token_ids[-1]))
-    except LlmError as error:
-        assert str(error)
+    except InvalidRequestError as error:
+        assert re.match(r"(regex|schema): ", str(error))
     assert time.process_time() - started_s < 2.0
+
+
+def test_a_guide_that_grows_beyond_its_limits_is_the_requests_fault() -> None:
+    state = start(RegexGuide(pattern="((a{1,1000}){1,1000}){1,1000}"))
+    (token_ids,) = np.nonzero(state.allowed())
+    with pytest.raises(InvalidRequestError, match=r"^regex: it is too much to follow: "):
+        for _ in range(1000):
+            state.accept(int(token_ids[-1]))
+            state.allowed()
 
 
 def test_replies_with_one_guide_do_not_share_their_place() -> None:

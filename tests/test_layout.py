@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("engine_start",),
         ("web",),
         ("http_protocol",),
+        ("portions",),
         ("api", "transports", "auth", "client_secrets", "rate_limits", "connections", "pages"),
         ("conversation",),
         ("observe",),

@@ -297,3 +297,18 @@ WRONG_PART = {
 def test_refused_response_parameters(response: Any, code: str, param: str) -> None:
     error = refused({"type": "response.create", "response": response})
     assert (error.code, error.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (7, "an object, but got an integer"),
+        ({"audio": "loud"}, "an object, but got a string"),
+        ({"tools": {}}, "an array, but got an object"),
+        ({"instructions": 5}, "a string, but got an integer"),
+        ({"metadata": {"k": []}}, "a string, but got an array"),
+    ],
+)
+def test_a_wrong_type_is_told_in_words_of_json(response: Any, expected: str) -> None:
+    message = refused({"type": "response.create", "response": response}).message
+    assert message.endswith(f": expected {expected} instead.")

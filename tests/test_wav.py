@@ -77,7 +77,8 @@ def test_empty_file(tmp_path: Path) -> None:
 )
 def test_not_audio(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.wav").write_bytes(content)
-    with pytest.raises(AudioFormatError, match=r"not readable audio .*expected a WAV, FLAC or Ogg"):
+    expected = r"audio \([A-Z][a-z ]+\): expected a WAV, FLAC or Ogg"
+    with pytest.raises(AudioFormatError, match=expected):
         read_audio(tmp_path / "t.wav")
 
 
@@ -157,3 +158,13 @@ def test_samples_that_are_not_numbers(tmp_path: Path) -> None:
     sf.write(tmp_path / "nan.wav", broken, 16_000, subtype="FLOAT")
     with pytest.raises(AudioFormatError, match="not finite numbers"):
         read_audio(tmp_path / "nan.wav")
+
+
+def test_a_rate_that_no_recording_has(tmp_path: Path) -> None:
+    path = tmp_path / "x.wav"
+    for rate in (1, 3_999, 768_001):
+        sf.write(path, np.zeros(100, np.float32), rate)
+        with pytest.raises(AudioFormatError, match=f"{rate} Hz: expected 4000 to 768000 Hz"):
+            read_audio(path)
+    sf.write(path, np.zeros(100, np.float32), 4_000)
+    assert read_audio(path)[1] == 4_000

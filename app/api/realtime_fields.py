@@ -138,6 +138,8 @@ def _describe(details: ErrorDetails, param: str) -> ClientError:
         text = f"Invalid value for '{param}': {shorten(value)}. Supported values are: {expected}."
         return _error(text, "invalid_value", param)
     if kind.endswith("_type"):
+        if message.startswith("Input should be"):  # pydantic's own words, which name its classes
+            message = _EXPECTED_TYPES.get(kind, message)
         text = f"Invalid type for '{param}': {message}, but got {_json_type(value)} instead."
         return _error(text, "invalid_type", param)
     code = _LIMIT_CODES.get(kind, "invalid_value")
@@ -146,6 +148,17 @@ def _describe(details: ErrorDetails, param: str) -> ClientError:
     return _error(f"Invalid value for '{param}': {message}.", code, param)
 
 
+_EXPECTED_TYPES = {
+    "model_type": "expected an object",
+    "model_attributes_type": "expected an object",
+    "dict_type": "expected an object",
+    "list_type": "expected an array",
+    "tuple_type": "expected an array",
+    "string_type": "expected a string",
+    "int_type": "expected an integer",
+    "float_type": "expected a number",
+    "bool_type": "expected a boolean",
+}
 _LIMIT_CODES = {
     "greater_than": "number_below_min_value",
     "greater_than_equal": "number_below_min_value",

@@ -29,7 +29,7 @@ from app.config import load_settings
 from app.errors import ParleyError
 from app.model_store import ModelStore
 from app.phone_peers import PEERS
-from app.recording import RATE, first_audible
+from app.recording import RATE, Played, first_audible
 from app.server_process import own_server
 from app.talk_client import NoReplyError, NoSpeechError, TalkClient, TalkResult, open_talk
 from audio.tts import Synthesizer
@@ -39,6 +39,8 @@ PROVIDERS = tuple(PEERS)
 _TIMEOUT_S = 20.0
 # Callers do not begin in the same moment.
 _STAGGER_S = 0.7
+# Whoever is spoken over for longer was not heard.
+_STOP_DUE_S = 0.5
 # A pause in a reply that a listener notices.
 _PLAYOUT_GAP_MS = 200.0
 
@@ -58,6 +60,7 @@ class Tally:
     repaired_heard: int = 0
     missed_turns: int = 0
     missed_barge_ins: int = 0
+    idle_barge_ins: int = 0
     playout_gaps: int = 0
     failed_replies: int = 0
     word_errors: int = 0
@@ -111,10 +114,14 @@ class Tally:
     def _take_barge_in(self, said: Utterance, result: TalkResult) -> None:
         onset = said.audio.voiced.first_after(said.second_from)
         stops = [at for at in result.silenced_at if onset is not None and at >= onset]
-        if onset is None or not stops:
-            self.missed_barge_ins += 1  # or the reply was over before
-        else:
+        if onset is None:
+            raise AssertionError(f"no voice in the second part of {said.text!r}")
+        if stops:
             self.barge_in_ms.append((stops[0] - onset) * 1000 / RATE)
+        elif _talks_over(said, result, onset):
+            self.missed_barge_ins += 1
+        else:
+            self.idle_barge_ins += 1
 
     def to_dict(self, callers: int, cpu_s: float | None, wall_s: float) -> dict[str, Any]:
         """The figures for programs; ``wer`` None where nobody knows what was said."""
@@ -135,6 +142,8 @@ class Tally:
             "stages_ms": stage_medians(self.answers),
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
+            # The answer had not begun yet, or was over: there was nothing to stop.
+            "idle_barge_ins": self.idle_barge_ins,
             "false_cutoffs": self.false_cutoffs,
             "repaired_cutoffs": {"heard": self.repaired_heard, "unheard": self.repaired_unheard},
             "missed_turns": self.missed_turns,
@@ -146,6 +155,21 @@ class Tally:
             "wasted_transcripts": self.wasted_transcripts,
             "cpu": {"seconds_per_turn": per_turn},
         }
+
+
+def _talks_over(said: Utterance, result: TalkResult, onset: int) -> bool:
+    """Whether the caller, who speaks from ``onset`` on, hears a reply when it should have stopped.
+
+    A reply that ends by itself before then was not to be stopped any more.
+    """
+    due = onset + round(_STOP_DUE_S * RATE)
+    until = said.audio.voiced.last_before(said.audio.pcm.size) or due
+    over = (
+        Played(max(due, piece.start), piece.pcm[max(0, due - piece.start) : until - piece.start])
+        for piece in result.recording.played
+        if piece.start < until
+    )
+    return first_audible([*over]) is not None
 
 
 @dataclass(frozen=True, slots=True)

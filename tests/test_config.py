@@ -1,0 +1,54 @@
+"""Settings from the environment: what is told of mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.config import Settings, load_settings, unknown_variables
+from app.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("PORT", "abc", "PARLEY_PORT: Input should be a valid integer, .*, not 'abc'$"),
+        ("PORT", "99999", "PARLEY_PORT: Input .* less than or equal to 65535, not '99999'$"),
+        ("LOG_LEVEL", "loud", "PARLEY_LOG_LEVEL: Input should be 'debug', .*, not 'loud'$"),
+        # An item of a list has no variable of its own.
+        ("BUDGET_POLICIES", "filler,magic", "PARLEY_BUDGET_POLICIES: .*, not 'magic'$"),
+        ("BUDGET_STAGES_MS", "asr", "PARLEY_BUDGET_STAGES_MS: .*"),
+    ],
+)
+def test_a_mistake_is_told_with_its_variable_and_value(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(f"PARLEY_{name}", value)
+    with pytest.raises(ConfigError, match=f"^invalid settings: {told}"):
+        load_settings()
+
+
+def test_a_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARLEY_API_KEYS", '["secret')
+    monkeypatch.setenv("PARLEY_PORT", "x" * 10_000)
+    with pytest.raises(ConfigError, match="PARLEY_API_KEYS: ") as error:
+        load_settings()
+    assert "secret" not in error.value.message
+    assert len(error.value.message) < 1_000
+
+
+def test_a_slip_of_the_pen_is_told() -> None:
+    environment = {
+        "PARLEY_PORT": "1",
+        "PARLEY_API_KEY": "x",
+        "PARLEY_MAX_SESION": "3",
+        "PARLEY_XYZZY": "",
+        "OTHER": "y",
+    }
+    ignored = "is not a setting of the server and is ignored"
+    assert unknown_variables(environment, Settings()) == [
+        f"PARLEY_API_KEY {ignored}; did you mean PARLEY_API_KEYS?",
+        f"PARLEY_MAX_SESION {ignored}; did you mean PARLEY_MAX_SESSIONS?",
+        f"PARLEY_XYZZY {ignored}",
+    ]
+    del environment["PARLEY_MAX_SESION"], environment["PARLEY_XYZZY"]
+    assert unknown_variables(environment, Settings(api_keys=("x",))) == []
