@@ -12,6 +12,7 @@ would not. Probabilities are what the drafter says, corrected by how often that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -27,7 +28,7 @@ _OUTLIER = 3.0  # times what is known: the head read a prompt, or the machine wa
 _KNOWN = 4  # drafts after which their time is known
 _SMALL = 0.1  # of a step: what takes less is never an outlier
 _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, follow several paths
-_PLAIN, _DRAFTED, _OTHER = range(3)  # kinds of steps
+_PLAIN, _DRAFTED, _FORCED, _READ = range(4)  # kinds of steps
 _SIBLING_STREAMS = 4  # with more, other streams' first drafts are worth more than second words
 _SHAPE_STEPS = 8  # a shape is kept for so many: working it out takes a hundredth of a step
 _HOPED = 0.9  # of drafts are right at best: where even that gains nothing, none are tried
@@ -42,9 +43,10 @@ class AutoController:
         self._cost = cost
         self._draft_cost = draft_cost
         self._truth = Truth()
-        self._records: dict[int, Record] = {}
+        self._records: dict[tuple[int, int], Record] = {}
         self._record = Record()
         self._kind = _PLAIN
+        self._num_streams, self._expected_ns = 1, 1.0  # of a step without drafts
         self._tokens = 1.0
         self._shapes: dict[tuple[int, int], DraftShape | None] = {}  # by streams and rows
         self._shape_steps = 0  # for which these were kept
@@ -52,9 +54,11 @@ class AutoController:
     def shape(self, situation: Situation) -> DraftShape | None:
         self._kind = _PLAIN
         self._record = self._records.setdefault(_size_class(situation), Record())
+        self._num_streams = situation.num_streams
+        self._expected_ns = self._cost.ns(situation.num_rows)
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
-        if not self._record.wants_drafts(situation.num_streams):
+        if not self._record.wants_drafts():
             return None
         self._shape_steps += 1
         if self._shape_steps > _SHAPE_STEPS:
@@ -95,7 +99,7 @@ class AutoController:
         plain_ns = self._cost.ns(rows)
         gains = list(accumulate(-minus_p for minus_p, _, _ in drafts))
         rate = self._rate(situation)
-        if not self._record.drafted_ns.num_seen:  # nothing better is known than this step's best
+        if not self._record.drafted_time.num_seen:  # nothing better is known than this step's best
             rates = (
                 (situation.num_streams + gained) / self._cost.ns(rows + count)
                 for count, gained in enumerate(gains, 1)
@@ -109,7 +113,7 @@ class AutoController:
                 best, best_count = worth, count
                 self._tokens = situation.num_streams + gained
         if best_count and self._kind == _PLAIN:
-            self._kind = _OTHER  # what a guide forces: neither with drafts nor without
+            self._kind = _FORCED  # by a guide: neither with drafts nor without
         kept: list[list[int]] = [[] for _ in trees]
         for _, index, i in drafts[:best_count]:
             kept[index].append(i)
@@ -128,7 +132,7 @@ class AutoController:
             scale.add(ratio)
             return
         # The first draft of a reply reads its prompt, as its end would do if there was none.
-        self._kind = _OTHER
+        self._kind = _READ
         if scale.num_seen < _KNOWN:  # or what was measured at the start is not true
             scale.value, scale.num_seen = 1.5 * usual, 1
         else:
@@ -152,16 +156,18 @@ class AutoController:
         self._cost.observe(num_rows, duration_ns)
 
     def finished(self, duration_ns: int) -> None:
-        duration = duration_ns / self._cost.load
+        duration = duration_ns / self._expected_ns
         if self._kind == _DRAFTED:
-            self._record.drafted(self._tokens, duration)
+            self._record.drafted(self._tokens / self._num_streams, duration)
         elif self._kind == _PLAIN:
             self._record.plain(duration)
+        elif self._kind == _READ:
+            self._record.read(duration)
 
     def _rate(self, situation: Situation) -> float:
         """Tokens in a nanosecond, at the present load."""
-        known = self._record.rate(situation.num_streams) / self._cost.load
-        return known or situation.num_streams / self._cost.ns(situation.num_rows)
+        plain = situation.num_streams / self._cost.ns(situation.num_rows)
+        return plain * self._record.rate()
 
     def _draft_ns(self, num_streams: int) -> tuple[float, float]:
         """What the first draft of every stream takes, and each further one."""
@@ -206,7 +212,8 @@ class AutoController:
         return replace(tree, probabilities=corrected).path_probabilities
 
 
-def _size_class(situation: Situation) -> int:
-    """Batches of about the same number of streams, and of rows of prompts beside them."""
+def _size_class(situation: Situation) -> tuple[int, int]:
+    """Batches of about the same number of streams (1, 2, 3 to 4, 5, 6 to 8, ...), and of rows of
+    prompts beside them."""
     prompt_rows = situation.num_rows - situation.num_streams
-    return situation.num_streams * 16 + prompt_rows.bit_length()
+    return math.ceil(2 * math.log2(situation.num_streams)), prompt_rows.bit_length()

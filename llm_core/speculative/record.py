@@ -1,7 +1,8 @@
-"""What steps with and without drafts brought and took lately, whole: for one size of batches.
+"""What steps with and without drafts brought and took lately, whole: for batches of about one size.
 
-Times are divided by the machine's load at the time (``RowCost.load``), so that steps of different
-minutes can be compared.
+Tokens are those of one stream, and times are parts of what a step of as many rows without drafts
+was expected to take at the time (``RowCost.ns``): so steps of different minutes and of nearly as
+many streams can be compared, and not every number of streams has to be tried.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _TRIAL_STEPS = 8
 _HOPELESS = 0.85  # less than that after half of a trial: it is over
 _LEAST_GAIN = 0.98  # a little less is more likely noise than a loss, and a pause costs more
 _PROBE_EVERY = 48  # steps with drafts; then one without
-_FIRST_PAUSE, _LONGEST_PAUSE = 48, 768
+_FIRST_PAUSE, _LONGEST_PAUSE = 48, 1536
+_TRIAL_SHARE = 0.01  # of all time may be lost to trials: the more one has cost, the later the next
 
 
 @dataclass(slots=True)
@@ -44,64 +46,70 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.plain_ns = Mean()
-        self.drafted_ns = Mean()
+        self.plain_time = Mean()
+        self.drafted_time = Mean()
         self.tokens = Mean()
         self.draft_scale = Mean()  # drafting beside what was measured at the start
         self._left = _TRIAL_STEPS  # of a trial
         self._paused = 0  # steps still to go without drafts
         self._next_pause = _FIRST_PAUSE
         self._since_plain = 0
+        self._lost = 0.0  # since drafts were tried, beside plain steps
 
-    def gain(self, num_streams: int) -> float:
+    def gain(self) -> float:
         """Tokens in time with drafts by the same without; 1 while unknown."""
-        if not self.plain_ns.num_seen or not self.drafted_ns.num_seen:
+        if not self.plain_time.num_seen or not self.drafted_time.num_seen:
             return 1.0
-        with_drafts = self.tokens.value / self.drafted_ns.value
-        return with_drafts * self.plain_ns.value / num_streams
+        return self.tokens.value / self.drafted_time.value * self.plain_time.value
 
-    def rate(self, num_streams: int) -> float:
-        """The most tokens in a nanosecond; 0 while unknown."""
-        if not self.plain_ns.num_seen:
-            return 0.0
-        return num_streams / self.plain_ns.value * max(1.0, self.gain(num_streams))
+    def rate(self) -> float:
+        """The most tokens of a stream in the time that a step is expected to take; 1 while
+        unknown."""
+        if not self.plain_time.num_seen:
+            return 1.0
+        return max(1.0, self.gain()) / self.plain_time.value
 
-    def wants_drafts(self, num_streams: int) -> bool:
+    def wants_drafts(self) -> bool:
         """Asked once for each step that could have some."""
-        if self.plain_ns.num_seen < _LEAST_PLAIN:
-            return self.drafted_ns.num_seen < self.plain_ns.num_seen
+        if self.plain_time.num_seen < _LEAST_PLAIN:
+            return self.drafted_time.num_seen < self.plain_time.num_seen
         if self._paused > 0:
             self._paused -= 1
             if self._paused > 0:
                 return False
             self._left = _TRIAL_STEPS
-            for mean in (self.drafted_ns, self.tokens):
+            for mean in (self.drafted_time, self.tokens):
                 mean.num_seen = min(mean.num_seen, _TRIAL_MEMORY)
-        if self._left > 0 and not self._is_hopeless(num_streams):
+        if self._left > 0 and not self._is_hopeless():
             self._left -= 1
             return True
-        if self.gain(num_streams) < _LEAST_GAIN:
+        if self.gain() < _LEAST_GAIN:
             self._left = 0
-            self._paused, self._next_pause = (
-                self._next_pause,
-                min(2 * self._next_pause, _LONGEST_PAUSE),
-            )
+            lost_steps = round(self._lost / self.plain_time.value / _TRIAL_SHARE)
+            self._paused = min(max(self._next_pause, lost_steps), _LONGEST_PAUSE)
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+            self._lost = 0.0
             return False
-        self._next_pause = _FIRST_PAUSE
+        self._next_pause, self._lost = _FIRST_PAUSE, 0.0
         self._since_plain += 1
         if self._since_plain >= _PROBE_EVERY:
             self._since_plain = 0
             return False
         return True
 
-    def _is_hopeless(self, num_streams: int) -> bool:
-        return self._left <= _TRIAL_STEPS // 2 and self.gain(num_streams) < _HOPELESS
+    def _is_hopeless(self) -> bool:
+        return self._left <= _TRIAL_STEPS // 2 and self.gain() < _HOPELESS
 
-    def plain(self, duration_ns: float) -> None:
+    def plain(self, duration: float) -> None:
         """A step without drafts."""
-        self.plain_ns.add(duration_ns, clip=_CLIP)
+        self.plain_time.add(duration, clip=_CLIP)
 
-    def drafted(self, tokens: float, duration_ns: float) -> None:
+    def drafted(self, tokens: float, duration: float) -> None:
         """A step for which there was drafting."""
+        self._lost += duration - tokens * self.plain_time.value
         self.tokens.add(tokens)
-        self.drafted_ns.add(duration_ns, clip=_CLIP)
+        self.drafted_time.add(duration, clip=_CLIP)
+
+    def read(self, duration: float) -> None:
+        """A step whose drafter read prompts first: no measure of the others."""
+        self._lost += duration - self.plain_time.value
