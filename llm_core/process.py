@@ -150,8 +150,10 @@ class EngineProcess:
                     pass_fds=(theirs.fileno(),),
                     env=_environment(config),
                     # Ctrl-C reaches all of a terminal's group. The engine is to go on until the
-                    # turns are over, and while it loads its code it could not even ignore it.
-                    start_new_session=True,
+                    # turns are over, and while it loads its code it could not even ignore it. A
+                    # group of its own, not a session: Linux shares CPU time out among sessions, and
+                    # the engine would have as much of it as all ears and voices together.
+                    preexec_fn=os.setpgrp,
                 )
             except BaseException as error:
                 writer.close()
