@@ -106,6 +106,8 @@ async def test_a_reply_in_order(client: EngineClient) -> None:
 async def test_a_terminals_ctrl_c_does_not_reach_the_engine(client: EngineClient) -> None:
     # It could ignore it only once its code is loaded: a reserve process takes seconds for that.
     assert os.getpgid(pid_of(client)) != os.getpgid(0)
+    # In a session of its own it would get half of the machine (autogroup).
+    assert os.getsid(pid_of(client)) == os.getsid(0)
 
 
 async def test_info(client: EngineClient) -> None:
