@@ -57,7 +57,8 @@ static void release(pn_draft_session *s) {
                    s->picked, s->picked_attended, s->logits, s->shared.codes, s->shared.meta};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     s->taps = s->embedded = s->hidden = s->joined = s->qkv = s->attended = s->inner = NULL;
-    s->picked = s->picked_attended = s->logits = s->shared.meta = NULL, s->shared.codes = NULL;
+    s->picked = s->picked_attended = s->logits = s->shared.meta = NULL;
+    s->shared.codes = NULL;
     s->row_capacity = 0;
 }
 
@@ -90,7 +91,9 @@ static int reserve_rows(pn_draft_session *s, int num_rows) {
 static void release_states(pn_draft_session *s) {
     void *all[] = {s->rows, s->blocks, s->depths, s->chain_lengths, s->products};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
-    s->rows = NULL, s->blocks = NULL, s->products = NULL;
+    s->rows = NULL;
+    s->blocks = NULL;
+    s->products = NULL;
     s->depths = s->chain_lengths = NULL;
     s->num_capacity = 0;
 }

@@ -46,15 +46,14 @@ class AutoController:
         self._records: dict[tuple[int, int], Record] = {}
         self._record = Record()
         self._kind = _PLAIN
-        self._num_streams, self._expected_ns = 1, 1.0  # of a step without drafts
-        self._tokens = 1.0
+        self._expected_ns = 1.0  # of a step without drafts
+        self._tokens = 1.0  # of a stream
         self._shapes: dict[tuple[int, int], DraftShape | None] = {}  # by streams and rows
         self._shape_steps = 0  # for which these were kept
 
     def shape(self, situation: Situation) -> DraftShape | None:
         self._kind = _PLAIN
         self._record = self._records.setdefault(_size_class(situation), Record())
-        self._num_streams = situation.num_streams
         self._expected_ns = self._cost.ns(situation.num_rows)
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
@@ -106,12 +105,12 @@ class AutoController:
             )
             rate = max([rate, *rates])
         best, best_count = 0.0, 0
-        self._tokens = float(situation.num_streams)
+        self._tokens = 1.0
         for count, gained in enumerate(gains, 1):
             worth = gained - rate * (self._cost.ns(rows + count) - plain_ns)
             if worth > best:
                 best, best_count = worth, count
-                self._tokens = situation.num_streams + gained
+                self._tokens = 1.0 + gained / situation.num_streams
         if best_count and self._kind == _PLAIN:
             self._kind = _FORCED  # by a guide: neither with drafts nor without
         kept: list[list[int]] = [[] for _ in trees]
@@ -158,7 +157,7 @@ class AutoController:
     def finished(self, duration_ns: int) -> None:
         duration = duration_ns / self._expected_ns
         if self._kind == _DRAFTED:
-            self._record.drafted(self._tokens / self._num_streams, duration)
+            self._record.drafted(self._tokens, duration)
         elif self._kind == _PLAIN:
             self._record.plain(duration)
         elif self._kind == _READ:

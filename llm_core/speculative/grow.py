@@ -82,6 +82,24 @@ def draw_odds(
     return ids, _ANYHOW * shares + (1.0 - _ANYHOW) * near
 
 
+def likely_words(
+    row: torch.Tensor, request: DraftRequest, depth: int, nearness: Nearness
+) -> list[tuple[int, float]]:
+    """The ``width`` words of ``request`` that follow most likely and their probabilities, the best
+    first: ``row`` float32 [vocab] are the logits of the place behind ``depth`` drafts."""
+    width = request.shape.width
+    logits: FloatRow = row.numpy()
+    ids: IdRow | None = None
+    if request.fractions:
+        ids, odds = draw_odds(logits, request.params, request.fractions[depth], nearness)
+    else:
+        weights = np.exp(logits - logits.max())
+        odds = weights / weights.sum()
+    top = np.argpartition(-odds, width - 1)[:width] if width < len(odds) else range(len(odds))
+    best = sorted(top, key=lambda at: (-odds[at], at))
+    return [(int(at if ids is None else ids[at]), min(1.0, float(odds[at]))) for at in best]
+
+
 class _Growing:
     """One sequence's candidates, and which of them are followed."""
 
@@ -109,7 +127,9 @@ class _Growing:
         origin: list[int] = []
         for at, (parent, row) in enumerate(zip(parents, logits, strict=True)):
             before = 1.0 if parent < 0 else self.paths[parent]
-            for word, probability in self._children(row):
+            for word, probability in likely_words(
+                row, self.request, self.depth - 1, self._nearness
+            ):
                 self.tokens.append(target_ids[word])
                 self.parents.append(parent)
                 self.probabilities.append(probability)
@@ -146,21 +166,6 @@ class _Growing:
         kept = [i for i, path in enumerate(self.paths) if path >= shape.least_probability]
         whole = DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.probabilities))
         return whole.subtree(kept).best(shape.max_drafts)
-
-    def _children(self, row: torch.Tensor) -> list[tuple[int, float]]:
-        """Draft words that may follow and their probabilities, the first the most trusted."""
-        request, width = self.request, self.request.shape.width
-        logits: FloatRow = row.numpy()
-        ids: IdRow | None = None
-        if request.fractions:
-            fraction = request.fractions[self.depth - 1]
-            ids, odds = draw_odds(logits, request.params, fraction, self._nearness)
-        else:
-            weights = np.exp(logits - logits.max())
-            odds = weights / weights.sum()
-        top = np.argpartition(-odds, width - 1)[:width] if width < len(odds) else range(len(odds))
-        best = sorted(top, key=lambda at: (-odds[at], at))
-        return [(int(at if ids is None else ids[at]), min(1.0, float(odds[at]))) for at in best]
 
 
 class Grower:

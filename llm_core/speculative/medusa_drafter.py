@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-import numpy as np
 import torch
 
 from llm_core.block_tables import BlockCopy
-from llm_core.sampler import FloatRow
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.drafter import ComputedRows, DraftRequest
-from llm_core.speculative.grow import OF_ANOTHER, draw_odds
+from llm_core.speculative.grow import OF_ANOTHER, likely_words
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.tree import EMPTY, DraftTree
 
@@ -50,7 +48,8 @@ class MedusaDrafter:
         """rows [num_heads, draft vocabulary] -> the likeliest combinations, parents first."""
         shape = request.shape
         levels = [
-            _likeliest(row, request, depth) for depth, row in enumerate(rows[: shape.max_depth])
+            likely_words(row, request, depth, OF_ANOTHER)
+            for depth, row in enumerate(rows[: shape.max_depth])
         ]
         tokens: list[int] = []
         parents: list[int] = []
@@ -93,15 +92,3 @@ class MedusaDrafter:
 
     def close(self, sequence: TokenSequence) -> None:
         self._last.pop(sequence.seq_id, None)
-
-
-def _likeliest(row: torch.Tensor, request: DraftRequest, depth: int) -> list[tuple[int, float]]:
-    """The ``width`` best words of one place and their probabilities, by falling probability: the
-    likeliest or, of tokens that are drawn, those that the head would draw."""
-    if not request.fractions:
-        best = row.softmax(-1).topk(min(request.shape.width, len(row)))
-        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    logits: FloatRow = row.numpy()
-    ids, odds = draw_odds(logits, request.params, request.fractions[depth], OF_ANOTHER)
-    chosen = np.argsort(-odds, kind="stable")[: request.shape.width]
-    return [(int(at if ids is None else ids[at]), float(odds[at])) for at in chosen]
