@@ -256,9 +256,19 @@ class MatrixReader:
                 f"one scale, or one for each row or block of {list(shape)}"
             )
         self._check(name, scale_shape, *_FLOATS)
-        return lambda: _scaled(
-            self._checkpoint.read(codes), self._checkpoint.read(name).float().view(grid)
-        )
+
+        def read() -> torch.Tensor:
+            scale = self._checkpoint.read(name).float().view(grid)
+            weight = _scaled(self._checkpoint.read(codes), scale)
+            # Codes and scales are finite, as all that is read; what they make may not be.
+            if not bool(weight.sum(dtype=torch.float64).isfinite()):
+                raise ModelLoadError(
+                    f"{self._checkpoint.label}: tensor {name} has scales so large that weights are "
+                    "not finite"
+                )
+            return weight
+
+        return read
 
 
 def _scaled(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
