@@ -176,7 +176,7 @@ def advance(
     sequence.computed_len = end
     sequence.token_ids = answer.token_ids[: end + 1]
     taken = features[start:end] if drafter.feature_layers else None
-    drafter.observe([ComputedRows(sequence, start, num_rows, taken)])
+    drafter.observe([ComputedRows(sequence, start, range(num_rows), taken)])
 
 
 def main() -> None:

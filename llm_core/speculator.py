@@ -15,7 +15,6 @@ from llm_core.speculative.control import Controller, Situation
 from llm_core.speculative.counts import SpeculationCounts
 from llm_core.speculative.drafter import ComputedRows, Drafter, DraftShape
 from llm_core.speculative.tree import EMPTY, DraftTree
-from llm_core.step import features_by_chunk
 
 # What a grammar forces is right unless the model splits the same text into other tokens.
 _FORCED_PROBABILITY = 0.95
@@ -111,13 +110,16 @@ class Speculator:
         Called before sequences that have ended lose their blocks."""
         if self._drafter is None:
             return
-        computed = []
-        for chunk, rows in features_by_chunk(plan, features):
-            kept = accepted.get(chunk.sequence.seq_id, range(chunk.length))
-            if rows is not None and len(kept) < len(rows):
+        computed: list[ComputedRows] = []
+        first = 0
+        for chunk in plan.chunks:
+            kept = accepted.get(chunk.sequence.seq_id)
+            rows: Sequence[int] = range(first, first + chunk.length)
+            if kept is not None:
                 is_chain = kept[-1] == len(kept) - 1
-                rows = rows[: len(kept)] if is_chain else rows[list(kept)]
-            computed.append(ComputedRows(chunk.sequence, chunk.start, len(kept), rows))
+                rows = range(first, first + len(kept)) if is_chain else [first + i for i in kept]
+            computed.append(ComputedRows(chunk.sequence, chunk.start, rows, features))
+            first += chunk.num_rows
         self._drafter.observe(computed)
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:

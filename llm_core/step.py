@@ -103,15 +103,3 @@ def rows_by_chunk(
         last = first + (1 + len(chunk.tree) if chunk.wants_logits else 0)
         yield chunk, rows[first:last]
         first = last
-
-
-def features_by_chunk(
-    plan: StepPlan, features: torch.Tensor | None
-) -> Iterator[tuple[Chunk, torch.Tensor | None]]:
-    """Each chunk with its rows of ``features`` [T, K * hidden_size], drafts included."""
-    first = 0
-    for chunk in plan.chunks:
-        last = first + chunk.num_rows
-        is_all = features is None or len(features) == last - first
-        yield chunk, features if is_all or features is None else features[first:last]
-        first = last

@@ -71,7 +71,8 @@ class GuessingDrafter:
             assert row.start + row.length == row.sequence.computed_len
             assert row.length > 0
             if self.feature_layers:
-                assert row.features is not None and len(row.features) == row.length
+                assert row.features is not None and list(row.rows) == sorted(set(row.rows))
+                assert 0 <= row.rows[0] <= row.rows[-1] < len(row.features)
             self.known_len[row.sequence.seq_id] = row.start + row.length
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:

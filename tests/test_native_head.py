@@ -228,7 +228,7 @@ def drafts_of(
     drafter = EagleDrafter(head, num_blocks=NUM_BLOCKS, block_size=16, max_sequences=4)
     drafter.observe(
         [
-            ComputedRows(request.sequence, 0, len(rows), rows)
+            ComputedRows(request.sequence, 0, range(len(rows)), rows)
             for request, rows in zip(requests, features, strict=True)
         ]
     )

@@ -93,4 +93,4 @@ def _compute(drafter: Drafter, runner: ModelRunner, sequence: TokenSequence) -> 
     features = runner.forward(batch).features
     sequence.computed_len += length
     sequence.append(1)
-    drafter.observe([ComputedRows(sequence, start, length, features)])
+    drafter.observe([ComputedRows(sequence, start, range(length), features)])

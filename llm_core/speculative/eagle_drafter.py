@@ -21,7 +21,7 @@ from llm_core.batch import Segment
 from llm_core.block_tables import BlockCopy
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.draft_head import ChainHead, DraftHead, HeadBatch
-from llm_core.speculative.drafter import ComputedRows, DraftRequest
+from llm_core.speculative.drafter import ComputedRows, DraftRequest, cut_out
 from llm_core.speculative.grow import DraftPlace, Grower
 from llm_core.speculative.tree import EMPTY, DraftTree
 
@@ -29,7 +29,9 @@ _LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
 _MAX_WAITING = 4096  # features of so many rows are kept for a sequence that is not drafted for
 _MAX_HOLE = 2  # positions that were computed for another continuation are taken as they are
 _FEW_WAITING = 32  # what a sequence that is drafted for leaves unread at its end, at most
-_KEPT_SHARE = 8  # features are kept as they are if they are such a part of their memory
+_LARGEST_SHARED = 64  # rows of a step that sequences keep together until they are read
+_MOST_SHARED = 64  # such steps kept by one sequence; then its rows are cut out
+_KEPT_SHARE = 8  # of larger steps all is kept by those that have such a part of it
 _SCRATCH_ROWS = 64  # rows of a tree that is followed, for each sequence
 
 # Rows of one sequence: their segment, features, and the tokens after them.
@@ -41,17 +43,19 @@ class _Filled:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._size = block_size
-        self._lens = np.zeros(num_blocks, dtype=np.int64)
+        self._lens = [0] * num_blocks
 
     def copied(self, copy: BlockCopy) -> None:
         self._lens[copy.target] = min(self._lens[copy.source], copy.num_rows)
 
     def cut(self, block_ids: Sequence[int], start: int, end: int) -> None:
         """Positions from ``start`` on are others now."""
-        for index in range(start // self._size, (end - 1) // self._size + 1):
-            inside = max(0, start - index * self._size)
+        size, lens = self._size, self._lens
+        for index in range(start // size, (end - 1) // size + 1):
+            inside = max(0, start - index * size)
             block = block_ids[index]
-            self._lens[block] = min(self._lens[block], inside)
+            if lens[block] > inside:
+                lens[block] = inside
 
     def fill(self, block_ids: Sequence[int], start: int, end: int) -> None:
         """Positions [start, end) were computed, and those of the same block before them."""
@@ -62,7 +66,7 @@ class _Filled:
         """How many positions from the first have them, ``limit`` at most."""
         count = 0
         for block in block_ids:
-            count += int(self._lens[block])
+            count += self._lens[block]
             if self._lens[block] < self._size or count >= limit:
                 break
         return min(count, limit)
@@ -75,23 +79,31 @@ class _Reading:
     def __init__(self, base: int, done: int) -> None:
         self.base = base
         self.done = done
-        self.waiting: list[torch.Tensor] = []
         self.num_waiting = 0
+        self._parts: list[tuple[torch.Tensor, Sequence[int]]] = []  # features, and which rows
+        self._num_own = 0  # leading parts that hold nobody else's rows
 
     @property
     def end(self) -> int:
         return self.done + self.num_waiting
 
-    def add(self, features: torch.Tensor) -> None:
-        self.waiting.append(features)
-        self.num_waiting += len(features)
+    def add(self, features: torch.Tensor, rows: Sequence[int]) -> None:
+        """Rows of a step. Cut out later, if at all: most are never read where drafts rest."""
+        if len(features) > _LARGEST_SHARED and len(rows) * _KEPT_SHARE < len(features):
+            self._cut_out()
+            self._parts.append((cut_out(features, rows).clone(), range(len(rows))))
+            self._num_own += 1
+        else:
+            self._parts.append((features, rows))
+        self.num_waiting += len(rows)
+        if len(self._parts) - self._num_own >= _MOST_SHARED:
+            self._cut_out()
 
     def take(self, count: int) -> torch.Tensor:
         """The first ``count`` waiting rows."""
-        rows = self.waiting[0] if len(self.waiting) == 1 else torch.cat(self.waiting)
         is_all = count == self.num_waiting
-        self.waiting = [] if is_all else [rows[count:]]
-        self.num_waiting -= count
+        rows = self._joined(0)
+        self._keep(rows[count:])
         self.done += count
         return rows if is_all else rows[:count]
 
@@ -99,10 +111,29 @@ class _Reading:
         """Positions from ``length`` on are not there any more."""
         if length <= self.done:
             self.done = max(self.base, length)
-            self.waiting, self.num_waiting = [], 0
+            self._keep(None)
         elif length < self.end:
-            self.waiting = [torch.cat(self.waiting)[: length - self.done]]
-            self.num_waiting = length - self.done
+            self._keep(self._joined(0)[: length - self.done])
+
+    def _keep(self, rows: torch.Tensor | None) -> None:
+        """Only these wait."""
+        self.num_waiting = 0 if rows is None else len(rows)
+        self._parts = []
+        if rows is not None and self.num_waiting:
+            self._parts.append((rows, range(self.num_waiting)))
+        self._num_own = len(self._parts)
+
+    def _cut_out(self) -> None:
+        """Lets go of what other sequences computed in the same steps."""
+        if len(self._parts) > self._num_own:
+            own = self._joined(self._num_own)
+            self._parts[self._num_own :] = [(own, range(len(own)))]
+            self._num_own += 1
+
+    def _joined(self, first: int) -> torch.Tensor:
+        """Rows of the parts from ``first`` on."""
+        rows = [cut_out(features, rows) for features, rows in self._parts[first:]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 class EagleDrafter:
@@ -141,7 +172,7 @@ class EagleDrafter:
     def observe(self, rows: Sequence[ComputedRows]) -> None:
         for row in rows:
             assert row.features is not None, "features were asked for"
-            self._observe(row, row.features)
+            self._observe(row.sequence, row.start, row.rows, row.features)
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         reading = self._readings.get(sequence.seq_id)
@@ -200,25 +231,23 @@ class EagleDrafter:
             grower.take(head.forward(batch, self._cache))
         return grower.trees()
 
-    def _observe(self, row: ComputedRows, features: torch.Tensor) -> None:
-        sequence, end = row.sequence, row.start + row.length
+    def _observe(
+        self, sequence: TokenSequence, start: int, rows: Sequence[int], features: torch.Tensor
+    ) -> None:
         reading = self._readings.get(sequence.seq_id)
-        if reading is not None and row.start != reading.end:
+        if reading is not None and start != reading.end:
             # A prompt that was read ahead computes its last row once more when it is answered. What
             # was preempted begins with cached blocks again.
-            reading.cut(row.start)
-            if reading.end != row.start or row.start < sequence.prompt_len - 1:
+            reading.cut(start)
+            if reading.end != start or start < sequence.prompt_len - 1:
                 reading = None
         if reading is None:
-            reading = self._open(sequence, row.start)
+            reading = self._open(sequence, start)
             self._readings[sequence.seq_id] = reading
-        self._filled.cut(sequence.block_ids, row.start, end)
-        skip = max(0, reading.base - row.start)
-        if skip < row.length:
-            rows = features[skip:] if skip else features
-            # A view would keep the whole step's features alive; a few rows more do no harm.
-            is_most = rows.numel() * _KEPT_SHARE >= rows.untyped_storage().nbytes() // 4
-            reading.add(rows if is_most else rows.clone())
+        self._filled.cut(sequence.block_ids, start, start + len(rows))
+        skip = max(0, reading.base - start)
+        if skip < len(rows):
+            reading.add(features, rows[skip:] if skip else rows)
         if not sequence.generates or reading.num_waiting > _MAX_WAITING:
             self._read_all(sequence, reading)
 

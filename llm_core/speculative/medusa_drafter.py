@@ -85,7 +85,7 @@ class MedusaDrafter:
             assert row.features is not None, "features were asked for"
             if row.sequence.generates:
                 end = row.start + row.length
-                self._last[row.sequence.seq_id] = end, row.features[-1].clone()
+                self._last[row.sequence.seq_id] = end, row.features[row.rows[-1]].clone()
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         self.close(sequence)
