@@ -33,6 +33,12 @@ MIN_VOICE_WINDOWS = 2
 VOICE_RANGE_DB = 31.0
 NOISE_MARGIN_DB = 6.0
 LEAST_RANGE_DB = 10.0
+# The release of a consonant leaps up from the frame before it and fades: not faster than this, nor
+# at once to so far below what is heard. One may follow the voice that the model hears.
+BURST_DB = 8.0
+STEEPEST_FADE_DB = 20.0
+FADE_DB = 10.0
+RELEASE_MS = 100
 # A pause this long parts one stretch of voice from the next, and its noise is what the voice before
 # it is compared with. How loud the voice is say its last three seconds.
 PAUSE_MS = 300
@@ -45,8 +51,9 @@ class VoicedFrames:
 
     Silero's model decides where there is a voice at all (its windows are 32 ms, and it lets go
     late); inside, a frame counts when an ear hears it: its A-weighted level is within 31 dB of the
-    loud parts of the voice and 6 dB above the noise that follows, and so is that of a neighbour,
-    for a single frame is a click. So the end of a word is found to a frame.
+    loud parts of the voice and 6 dB above the noise that follows, and so is that of the frame
+    before, or it fades into the next: a single frame is a click. The release of a last consonant
+    counts also where the model hears no voice any more. So the end of a word is found to a frame.
     """
 
     def __init__(self, samples: Samples, rate: int, model: VadModel) -> None:
@@ -86,19 +93,27 @@ def _voiced_mask(samples: Samples, rate: int, model: VadModel) -> npt.NDArray[np
     middles = (2 * np.arange(level_db.size) + 1) * SPEECH_RATE * FRAME_MS // 2000
     in_voice = windows[middles // WINDOW_SAMPLES]
     mask = np.zeros(level_db.size, dtype=np.bool_)
+    before_db = np.append(np.inf, level_db[:-1])
+    after_db = np.append(level_db[1:], -np.inf)
+    is_burst = level_db >= before_db + BURST_DB
+    fades_at_all = after_db >= level_db - STEEPEST_FADE_DB
     for start, end in _stretches(in_voice):
-        voice = in_voice[start:end]
         recent = slice(max(start, end - LOUDNESS_MS // FRAME_MS), end)
         loud_db = float(np.percentile(level_db[recent][in_voice[recent]], 95))
         threshold_db = loud_db - VOICE_RANGE_DB
+        fade_db = threshold_db - FADE_DB
         noise = level_db[end : end + PAUSE_MS // FRAME_MS]
         if noise.size:
             noise_db = float(np.median(noise))
             above_noise_db = min(noise_db + NOISE_MARGIN_DB, loud_db - LEAST_RANGE_DB)
             threshold_db = max(threshold_db, above_noise_db)
-        heard = voice & (level_db[start:end] >= threshold_db)
-        beside = np.concatenate(([False], heard, [False]))
-        mask[start:end] = heard & (beside[:-2] | beside[2:])
+            fade_db = max(threshold_db - FADE_DB, noise_db + NOISE_MARGIN_DB)
+        late = slice(end, end + RELEASE_MS // FRAME_MS)
+        fades = fades_at_all & (after_db >= fade_db)
+        heard = level_db >= threshold_db
+        heard &= fades | np.append(False, heard[:-1])
+        mask[start:end] = in_voice[start:end] & heard[start:end]
+        mask[late] = heard[late] & fades[late] & is_burst[late]
     return mask
 
 
