@@ -77,6 +77,16 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         pass
 
 
+def test_a_directory_of_gguf_files_is_not_one_model(tmp_path: Path) -> None:
+    for name in ("small.gguf", "large.gguf"):
+        write_tiny_gguf(tmp_path / name)
+    with (
+        pytest.raises(ModelLoadError, match=r"no config.json.*: large.gguf, small.gguf"),
+        open_model(tmp_path),
+    ):
+        pass
+
+
 def test_gguf(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     with open_model(path) as files:

@@ -63,6 +63,12 @@ def open_hf_model(directory: Path) -> Iterator[HfModel]:
 
     The weights must be read inside the context.
     """
+    if not (directory / "config.json").exists():
+        files = ", ".join(sorted(file.name for file in directory.glob("*.gguf")))
+        raise ModelLoadError(
+            f"{directory}: holds no config.json, so it is no model's directory"
+            + (f"; for a GGUF model give the file itself: {files}" if files else "")
+        )
     fields = Fields("config.json", read_json(directory / "config.json"))
     config = read_hf_config(fields)
     with Checkpoint(directory) as checkpoint:
