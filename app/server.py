@@ -38,8 +38,9 @@ from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
+from app.observe.retention import Retention
 from app.observe.spans import otlp_spans
-from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.store import FILE_NAME, TraceStore
 from app.observe.turn_audio import AudioFiles
 from app.observe.writer import TraceWriter, TurnSink
 from app.web import WEB_ROOT, create_app

@@ -16,7 +16,8 @@ import pytest
 
 from app.errors import ConfigError
 from app.observe import schema
-from app.observe.store import Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import TraceStore
 from app.observe.writer import TraceWriter, without_words
 from tests.fake_turns import a_turn
 from tests.fakes import recent
@@ -75,7 +76,7 @@ def test_a_store_in_memory_keeps_the_last_turns() -> None:
 def test_what_is_too_old_goes(path: Path) -> None:
     store = TraceStore(path, Retention(max_age_s=10))
     store.write([a_turn(1, ended_at_ms=1_000), a_turn(2, ended_at_ms=5_000)])
-    assert store.prune(at_s=12.0) == 1
+    assert store.prune(12.0) == 1
     assert ids(store) == ["turn_2"]
     store.close()
 
@@ -244,7 +245,8 @@ def test_a_disk_that_fails_is_survived_and_told(
 WRITE_AND_SAY = """
 import sys
 from pathlib import Path
-from app.observe.store import Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import TraceStore
 from app.observe.writer import TraceWriter
 from tests.fake_turns import a_turn
 from tests.fakes import recent
