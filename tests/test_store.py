@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app.errors import ConfigError
 from app.observe import schema
 from app.observe.retention import Retention
 from app.observe.store import TraceStore
+from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter, without_words
 from tests.fake_turns import a_turn
 from tests.fakes import recent
@@ -240,6 +242,23 @@ def test_a_disk_that_fails_is_survived_and_told(
     messages = [r.getMessage() for r in caplog.records]
     assert messages.count("traces are lost (x)") == 1
     assert messages.count("a turn could not be observed") == 2
+
+
+def test_a_turn_that_cannot_be_recorded_does_not_end_the_recording_of_others(
+    store: TraceStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = AudioFiles(tmp_path, max_age_s=100, max_bytes=1000)
+    writer = TraceWriter(store, recordings=files)
+    writer.start()
+    broken = TurnAudio(0)
+    broken.add_reply(np.zeros((2, 2), np.float32), 8_000, 0)  # no mono sound
+    writer.add(a_turn(1), broken)
+    writer.flush()
+    writer.add(a_turn(2))
+    writer.flush()
+    writer.close()
+    assert ids(store) == ["turn_2", "turn_1"]
+    assert "the end of a turn could not be recorded" in caplog.messages
 
 
 WRITE_AND_SAY = """

@@ -91,8 +91,13 @@ class TraceWriter:
         is_open = True
         while is_open:
             batch, is_open = self._next_batch()
-            self.write([ended.turn for ended in batch])
-            self._write_audio(batch)
+            try:
+                self.write([ended.turn for ended in batch])
+                self._write_audio(batch)
+            except Exception:
+                # The boundary: without this thread every further turn would be lost, and whoever
+                # waits in `flush` would wait for ever.
+                log.exception("the end of a turn could not be recorded")
             for _ in range(len(batch) + (not is_open)):
                 self._queue.task_done()
             if time.monotonic() - pruned_s > _PRUNE_EVERY_S:
