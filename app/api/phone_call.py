@@ -164,7 +164,11 @@ class PhoneCall(CallConnection):
         words = f"[The caller pressed these keys of the phone: {' '.join(keys)}]"
         item = Item(new_id("item"), "user", [Part("input_text", words)])
         async with self._turnstile:
-            await session.add_item(item)
+            try:
+                await session.add_item(item)
+            except ClientError as error:  # an attached client has filled the conversation
+                logger.warning("keys of the phone are lost: %s", error)
+                return
             with contextlib.suppress(ClientError):  # an answer is on its way, and will know
                 await session.create_response()
 
