@@ -11,11 +11,12 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -60,6 +61,13 @@ _DEAD_PEER_MS = 30_000
 _GRACE_S = 5
 
 
+class _SpeechModel(Protocol):
+    def warm_up(self) -> None: ...
+
+
+Model = TypeVar("Model", bound=_SpeechModel)
+
+
 @asynccontextmanager
 async def build_services(
     settings: Settings, progress: ProgressSink | None = None
@@ -81,8 +89,14 @@ async def build_services(
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, progress, workers)
                 engine = loading.create_task(load_engine(settings, tools, paths.of, stack))
-                recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
-                synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
+                make_recognizer = partial(Recognizer, num_threads=settings.asr_threads)
+                recognizer = loading.create_task(
+                    _loaded(settings.asr_model, make_recognizer, paths, workers)
+                )
+                make_voice = partial(Synthesizer, num_threads=settings.tts_threads)
+                synthesizer = loading.create_task(
+                    _loaded(settings.tts_model, make_voice, paths, workers)
+                )
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
                 turn_model = loading.create_task(_load_turn_model(settings, paths, workers))
                 await vad
@@ -172,28 +186,16 @@ def _open_traces(settings: Settings, sinks: list[TurnSink], stack: AsyncExitStac
     return traces
 
 
-async def _load_recognizer(
-    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
-) -> Recognizer:
-    path = await paths.of(settings.asr_model)
+async def _loaded(
+    name: str, make: Callable[[Path], Model], paths: _Paths, workers: ThreadPoolExecutor
+) -> Model:
+    """The speech model ``name``, ready for its first caller."""
+    path = await paths.of(name)
 
-    def load() -> Recognizer:
-        recognizer = Recognizer(path, num_threads=settings.asr_threads)
-        recognizer.warm_up()
-        return recognizer
-
-    return await asyncio.get_running_loop().run_in_executor(workers, load)
-
-
-async def _load_synthesizer(
-    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
-) -> Synthesizer:
-    path = await paths.of(settings.tts_model)
-
-    def load() -> Synthesizer:
-        synthesizer = Synthesizer(path, num_threads=settings.tts_threads)
-        synthesizer.warm_up()
-        return synthesizer
+    def load() -> Model:
+        model = make(path)
+        model.warm_up()
+        return model
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
 
@@ -203,14 +205,7 @@ async def _load_turn_model(
 ) -> TurnModel | None:
     if not settings.turn_model:
         return None
-    path = await paths.of(settings.turn_model)
-
-    def load() -> TurnModel:
-        turn_model = TurnModel(path)
-        turn_model.warm_up()
-        return turn_model
-
-    return await asyncio.get_running_loop().run_in_executor(workers, load)
+    return await _loaded(settings.turn_model, TurnModel, paths, workers)
 
 
 async def _make_filler(
