@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
@@ -62,14 +61,6 @@ class Trouble:
     late_ms: float = 0.0
     is_shuffled: bool = False
     seed: int = 0
-
-
-class _Link(Protocol):
-    async def send(self, message: Message) -> None: ...
-
-    async def receive(self) -> Message | None: ...
-
-    async def close(self) -> None: ...
 
 
 class _WebSocketLink:

@@ -135,7 +135,7 @@ def run_chat(options: ChatOptions) -> None:
         num_threads=options.threads or settings.llm_threads,
         max_sequences=1,
         max_context=settings.llm_max_context,
-        native_cache_dir=str(settings.home / "native"),
+        native_cache_dir=str(settings.compiled_dir),
         speculation=settings.llm_speculation,
         speculation_optional=settings.llm_speculation_optional,
     )

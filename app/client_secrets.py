@@ -37,15 +37,16 @@ class ClientSecret:
 class ClientSecretStore:
     """At most ``max_secrets``; overflow rule: no more are made until some have expired.
 
-    ``now_s``: seconds since the epoch, because clients are told when a secret expires.
+    ``now_s``: a clock that nobody sets. One that is set back would make secrets last longer than
+    was promised to those who gave them out; the date that clients are told is for them alone.
     """
 
     def __init__(
-        self, max_secrets: int = MAX_SECRETS, now_s: Callable[[], float] = time.time
+        self, max_secrets: int = MAX_SECRETS, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_secrets = max_secrets
         self._now_s = now_s
-        self._secrets: dict[bytes, ClientSecret] = {}
+        self._secrets: dict[bytes, tuple[float, ClientSecret]] = {}  # with their ends by `now_s`
 
     def __len__(self) -> int:
         return len(self._secrets)
@@ -62,21 +63,21 @@ class ClientSecretStore:
                 f"{self._max_secrets} client secrets are valid at the moment: try again later."
             )
         value = PREFIX + secrets.token_hex(24)
-        record = ClientSecret(owner, session, int(now_s) + lifetime_s)
-        self._secrets[_digest(value)] = record
+        record = ClientSecret(owner, session, int(time.time()) + lifetime_s)
+        self._secrets[_digest(value)] = (now_s + lifetime_s, record)
         return value, record
 
     def find(self, value: str) -> ClientSecret | None:
         """The record of a secret that is valid now."""
         digest = _digest(value)
-        record = self._secrets.get(digest)
-        if record is not None and record.expires_at_s <= self._now_s():
+        ends_s, record = self._secrets.get(digest, (0.0, None))
+        if record is not None and ends_s <= self._now_s():
             del self._secrets[digest]
             return None
         return record
 
     def _drop_expired(self, now_s: float) -> None:
-        for digest in [d for d, s in self._secrets.items() if s.expires_at_s <= now_s]:
+        for digest in [d for d, (ends_s, _) in self._secrets.items() if ends_s <= now_s]:
             del self._secrets[digest]
 
 

@@ -96,8 +96,16 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
 
+    @property
+    def compiled_dir(self) -> Path:
+        """Where compiled code is kept."""
+        return self.native_dir or self.home / "native"
+
     home: Path = Field(
         default_factory=lambda: Path.home() / ".parley", description="models and data live here"
+    )
+    native_dir: Path | None = Field(
+        default=None, description="for compiled code, of this user alone; unset: HOME/native"
     )
     host: str = "127.0.0.1"
     port: int = Field(default=8080, ge=0, le=65535, description="0 lets the system choose")

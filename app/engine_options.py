@@ -50,7 +50,7 @@ def engine_config(
     """As the server's settings have it, with ``options`` on top. Raises ConfigError."""
     fields = {
         "model_path": str(model_path),
-        "native_cache_dir": str(settings.home / "native"),
+        "native_cache_dir": str(settings.compiled_dir),
         **_from_settings(settings),
         **(options or {}),
     }

@@ -41,6 +41,8 @@ MANIFEST_NAME = "manifest.json"
 
 
 class ModelStatus(StrEnum):
+    """What lies where a model should be; ``DAMAGED``: not what the catalogue says."""
+
     INSTALLED = "installed"
     MISSING = "missing"
     DAMAGED = "damaged"
@@ -65,6 +67,8 @@ class ModelEntry:
 
 
 class FetchStage(StrEnum):
+    """In order; ``WAITING``: another process fetches the same model."""
+
     WAITING = "waiting"
     DOWNLOADING = "downloading"
     UNPACKING = "unpacking"

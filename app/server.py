@@ -11,11 +11,12 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -38,8 +39,9 @@ from app.logging_setup import setup_logging
 from app.model_store import ModelStore, ProgressSink
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
+from app.observe.retention import Retention
 from app.observe.spans import otlp_spans
-from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.store import FILE_NAME, TraceStore
 from app.observe.turn_audio import AudioFiles
 from app.observe.writer import TraceWriter, TurnSink
 from app.web import WEB_ROOT, create_app
@@ -57,6 +59,13 @@ logger = logging.getLogger(__name__)
 # A peer that vanished, or never reads, holds its socket no longer than this (TCP_USER_TIMEOUT).
 _DEAD_PEER_MS = 30_000
 _GRACE_S = 5
+
+
+class _SpeechModel(Protocol):
+    def warm_up(self) -> None: ...
+
+
+Model = TypeVar("Model", bound=_SpeechModel)
 
 
 @asynccontextmanager
@@ -80,8 +89,14 @@ async def build_services(
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, progress, workers)
                 engine = loading.create_task(load_engine(settings, tools, paths.of, stack))
-                recognizer = loading.create_task(_load_recognizer(settings, paths, workers))
-                synthesizer = loading.create_task(_load_synthesizer(settings, paths, workers))
+                make_recognizer = partial(Recognizer, num_threads=settings.asr_threads)
+                recognizer = loading.create_task(
+                    _loaded(settings.asr_model, make_recognizer, paths, workers)
+                )
+                make_voice = partial(Synthesizer, num_threads=settings.tts_threads)
+                synthesizer = loading.create_task(
+                    _loaded(settings.tts_model, make_voice, paths, workers)
+                )
                 vad = asyncio.get_running_loop().run_in_executor(workers, VadModel)
                 turn_model = loading.create_task(_load_turn_model(settings, paths, workers))
                 await vad
@@ -171,28 +186,16 @@ def _open_traces(settings: Settings, sinks: list[TurnSink], stack: AsyncExitStac
     return traces
 
 
-async def _load_recognizer(
-    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
-) -> Recognizer:
-    path = await paths.of(settings.asr_model)
+async def _loaded(
+    name: str, make: Callable[[Path], Model], paths: _Paths, workers: ThreadPoolExecutor
+) -> Model:
+    """The speech model ``name``, ready for its first caller."""
+    path = await paths.of(name)
 
-    def load() -> Recognizer:
-        recognizer = Recognizer(path, num_threads=settings.asr_threads)
-        recognizer.warm_up()
-        return recognizer
-
-    return await asyncio.get_running_loop().run_in_executor(workers, load)
-
-
-async def _load_synthesizer(
-    settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
-) -> Synthesizer:
-    path = await paths.of(settings.tts_model)
-
-    def load() -> Synthesizer:
-        synthesizer = Synthesizer(path, num_threads=settings.tts_threads)
-        synthesizer.warm_up()
-        return synthesizer
+    def load() -> Model:
+        model = make(path)
+        model.warm_up()
+        return model
 
     return await asyncio.get_running_loop().run_in_executor(workers, load)
 
@@ -202,14 +205,7 @@ async def _load_turn_model(
 ) -> TurnModel | None:
     if not settings.turn_model:
         return None
-    path = await paths.of(settings.turn_model)
-
-    def load() -> TurnModel:
-        turn_model = TurnModel(path)
-        turn_model.warm_up()
-        return turn_model
-
-    return await asyncio.get_running_loop().run_in_executor(workers, load)
+    return await _loaded(settings.turn_model, TurnModel, paths, workers)
 
 
 async def _make_filler(
@@ -300,6 +296,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
+    """A socket at the settings' address, not listening yet. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

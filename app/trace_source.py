@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from app.errors import ParleyError
 from app.observe.query import Page, TraceFilter, TraceQuery
-from app.observe.store import FILE_NAME, Retention, TraceStore, Turn
+from app.observe.retention import Retention
+from app.observe.store import FILE_NAME, TraceStore, Turn
 
 _PAGE = 500
 _TIMEOUT_S = 30.0

@@ -131,6 +131,7 @@ def is_cjk_stop(char: str) -> bool:
 
 
 def cjk_boundary(char: str) -> Boundary:
+    """What ``char``, a stop of Chinese or Japanese, ends."""
     return Boundary.SENTENCE if char in _CJK_SENTENCE_STOPS else Boundary.COMMA
 
 

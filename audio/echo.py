@@ -48,12 +48,14 @@ class EchoCanceller:
     def play(self, samples: Samples, rate: int, position: int) -> None:
         """Note that float32 [n] at ``rate`` sounds at the caller's from ``position`` on.
 
-        What follows closely on what was noted before is taken to join it without a gap.
+        What follows closely on what was noted before is taken to join it without a gap; what else
+        begins before the end of that takes its place.
         """
         if rate != self._resampler.in_rate:
             self._resampler = StreamResampler(rate, SPEECH_RATE)
         if abs(position - self._ends) > FRAME:  # after a pause
             self._resampler.reset()
+            self._cut(position)
             self._ends = position
         at = self._ends
         piece = self._resampler.process(samples)
@@ -64,14 +66,16 @@ class EchoCanceller:
 
     def stop(self, position: int) -> None:
         """Nothing is played from ``position`` on."""
-        while self._played and self._played[-1][0] >= position:
-            self._played.pop()
-        if self._played:
-            start, piece = self._played.pop()
-            self._played.append((start, piece[: position - start]))
+        self._cut(position)
         if self._ends > position:
             self._ends = position
             self._sounds_until = position + _TAIL_SAMPLES
+
+    def forget(self, position: int) -> None:
+        """Nothing before ``position`` will be asked for; to be told now and then, since who minds
+        no echo never asks."""
+        while self._played and self._played[0][0] + self._played[0][1].size <= position:
+            self._played.popleft()
 
     def is_sounding(self, position: int) -> bool:
         """Something that was played may be heard at ``position``, or will be."""
@@ -109,8 +113,7 @@ class EchoCanceller:
     def _take(self, start: int, num: int) -> Samples:
         """What was played in [start, start + num); older things are forgotten."""
         out = silence(num)
-        while self._played and self._played[0][0] + self._played[0][1].size <= start:
-            self._played.popleft()
+        self.forget(start)
         for at, piece in self._played:
             if at >= start + num:
                 break
@@ -118,3 +121,11 @@ class EchoCanceller:
             if first < last:
                 out[first - start : last - start] = piece[first - at : last - at]
         return out
+
+    def _cut(self, position: int) -> None:
+        """Take back what sounds from ``position`` on."""
+        while self._played and self._played[-1][0] >= position:
+            self._played.pop()
+        if self._played:
+            start, piece = self._played.pop()
+            self._played.append((start, piece[: position - start]))

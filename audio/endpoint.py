@@ -108,11 +108,6 @@ class Endpointer:
         self._judged: int | None = None  # end of the last window
         self._end_silence_ms: int | None = None  # as configured
 
-    @property
-    def run_start_sample(self) -> int | None:
-        """Where the voice that sounds now began; None in silence. It may be too short to count."""
-        return self._run_start
-
     def wait_for(self, silence_ms: int) -> list[VoiceEvent]:
         """In this pause ``silence_ms`` end the turn; returns its end when they are over already.
 

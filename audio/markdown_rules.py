@@ -72,6 +72,7 @@ def strip_emoji(text: str) -> str:
 
 
 def is_html_tag_name(name: str) -> bool:
+    """Whether HTML knows a tag of this name: other words in angle brackets are text."""
     return name.lower() in _HTML_TAG_NAMES
 
 

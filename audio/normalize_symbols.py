@@ -205,6 +205,7 @@ def expand_math(text: str) -> str:
 
 
 def expand_fractions(text: str) -> str:
+    """``2 1/2`` and ``3/4``, as far as they are no dates."""
     text = _MIXED.sub(lambda m: value_words(m[0]), text)
     return _FRACTION.sub(_say_fraction, text) if "/" in text else text
 

@@ -245,6 +245,7 @@ def expand_addresses_on_streets(text: str) -> str:
 
 
 def expand_abbreviations(text: str) -> str:
+    """``Dr.``, ``approx.``, and directions behind the name of a street."""
     text = _ABBREVIATION.sub(_say_abbreviation, text)
     return _DIRECTION_AFTER.sub(
         lambda m: f"{m[1]} {_DIRECTIONS[m[2]]}" + ("." if m[0].endswith(".") else ""), text

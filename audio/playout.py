@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 
 _WORD = re.compile(r"\S+\s*")
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
@@ -98,6 +98,7 @@ class PlayoutTimeline:
 
     @property
     def total_samples(self) -> int:
+        """Length of all audio."""
         return self._num_samples
 
     @property
@@ -143,34 +144,3 @@ class PlayoutTimeline:
     def heard_text(self, played_samples: int) -> str:
         """The text whose audio lies wholly in [0, ``played_samples``), to the word."""
         return self.text[: self.num_heard_chars(played_samples)]
-
-    def position(self, num_chars: int) -> int:
-        """The sample at which the first ``num_chars`` characters have been said.
-
-        The end of the word that holds the last of them; 0 for none, ``total_samples`` for all. What
-        has no sound is said with the first sample of what follows.
-        """
-        if num_chars <= 0:
-            return 0
-        for segment in self._segments:
-            local = num_chars - segment.start
-            for char_end, sample_end in zip(
-                segment.word_ends, segment.word_end_samples, strict=True
-            ):
-                if local <= char_end:
-                    is_said = self.num_heard_chars(sample_end) >= num_chars
-                    return sample_end if is_said else min(sample_end + 1, self._num_samples)
-        return self._num_samples
-
-    def position_of(self, text: str) -> int:
-        """The sample at which ``text``, a prefix of the reply, has been said.
-
-        Raises ValueError when it is no prefix.
-        """
-        if not self.text.startswith(text):
-            raise ValueError("the text is not a prefix of what was appended")
-        return self.position(len(text))
-
-    def played_ms(self, played_samples: int, rate_hz: int) -> int:
-        """Whole milliseconds played, no more than there are."""
-        return floor(min(max(played_samples, 0), self._num_samples) * 1000 / rate_hz)

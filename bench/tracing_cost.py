@@ -23,8 +23,9 @@ from app.config import Settings
 from app.conversation.budget import BudgetedChunker, TurnBudget
 from app.conversation.session_config import SessionConfig
 from app.observe.metrics import Metrics
+from app.observe.retention import Retention
 from app.observe.spans import TurnSpans
-from app.observe.store import Retention, TraceStore
+from app.observe.store import TraceStore
 from app.observe.trace import PATH_INSTANTS, TurnTrace
 from app.observe.writer import TraceWriter, TurnSink
 from audio.text import ClauseChunker

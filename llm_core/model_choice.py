@@ -100,8 +100,16 @@ def make_model(
             library = _native_library(config, options)
         except NativeUnavailableError as error:
             if options.backend == "native":
-                raise ModelLoadError(f"the compiled decoder cannot run: {error}") from error
-            logger.info("the model runs on torch: %s; %s", error, no_gpu)
+                remedy = f"; {error.remedy}" if error.remedy else ""
+                raise ModelLoadError(f"the compiled decoder cannot run: {error}{remedy}") from error
+            if error.remedy:
+                logger.warning(
+                    "the model runs on torch, which may take several times as long as compiled "
+                    "code: %s; %s; %s",
+                    *(error, error.remedy, no_gpu),
+                )
+            else:  # it was asked for, or is the best there is
+                logger.info("the model runs on torch: %s; %s", error, no_gpu)
     if library is None:
         formats = choose_formats(options.weight_format)
         kernels = select_backend(options.torch_kernels)

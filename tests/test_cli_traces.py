@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from app import cli
-from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import FILE_NAME, TraceStore
 from app.server import create_app, listening
 from tests.fake_turns import a_turn
 from tests.fakes import ScriptedEngine, fake_services

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -100,13 +101,18 @@ async def test_a_made_up_secret_opens_nothing() -> None:
         assert refused.value.response.status_code == 401
 
 
-def test_a_secret_expires() -> None:
+def test_a_secret_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.5
     store = ClientSecretStore(now_s=lambda: now_s)
+    monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
     value, record = store.create("owner", {"instructions": "Hi"}, 60)
-    assert record.expires_at_s == 1060
-    assert store.find(value) is record
-    now_s = 1060.0
+    assert record.expires_at_s == 1_790_000_060
+    for clock_s in (1_780_000_000.0, 1_800_000_000.0):  # set back and forth: a minute is a minute
+        monkeypatch.setattr(time, "time", lambda at_s=clock_s: at_s)
+        now_s = 1060.4
+        assert store.find(value) is record
+    monkeypatch.setattr(time, "time", lambda: 1_780_000_000.0)
+    now_s = 1060.5
     assert store.find(value) is None
     assert len(store) == 0
     gatekeeper = Gatekeeper(Settings(), store)

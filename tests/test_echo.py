@@ -144,3 +144,19 @@ def test_silence_while_nothing_is_played_says_nothing_of_the_microphone() -> Non
         canceller.clean(np.zeros(480, np.float32), window * 480)
         canceller.judge(0.0, 0.0, 0.35)
     assert canceller.judge(0.9, 0.1, 0.35) == 0.1
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_what_was_said_is_not_kept_for_the_length_of_a_call(is_heard: bool) -> None:
+    """Who minds no echo never asks what was played; who sends no audio stays where he was."""
+    canceller, position = EchoCanceller(), 0
+    voice = babble(3, 0.1)
+    for chunk in range(6_000):  # ten minutes
+        ahead = 16_000 + (chunk * 1_600 - position if is_heard else 0)
+        canceller.play(voice, SPEECH_RATE, position + ahead)
+        canceller.forget(position - SPEECH_RATE)
+        position += 1_600 * is_heard
+    kept = sum(piece.size for _, piece in canceller._played)
+    assert kept <= 3 * SPEECH_RATE
+    starts = [start for start, _ in canceller._played]
+    assert starts == sorted(starts)

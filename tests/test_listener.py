@@ -49,6 +49,20 @@ def test_the_instant_is_that_of_the_mouth_and_not_of_the_packet(rate: int, packe
     assert late.spoken_ns(8_000) - heard.spoken_ns(8_000) == 30_000_000
 
 
+def test_a_sample_a_message_costs_what_its_audio_costs() -> None:
+    heard = listener(16_000)
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, 2 * RATE).astype(np.float32)
+    for number in range(samples.size):
+        received_ns = START_NS + (number + 1) * 1_000_000_000 // RATE
+        list(heard.feed(samples[number : number + 1], received_ns))
+    np.testing.assert_array_equal(heard.take(0), samples)
+    assert len(heard._chunks) <= 20
+    assert len(heard._ends) == len(heard._spoken) <= 400 + 1
+    for sample in range(1_000, 30_000, 777):
+        true_ns = START_NS + sample * 1_000_000_000 // RATE
+        assert abs(heard.spoken_ns(sample) - true_ns) < 1_000_000, sample
+
+
 def speak_with_delays(to: Listener, delays_ms: list[int]) -> None:
     """Packets of 20 ms at 16 kHz, each held up by so much; none overtakes another."""
     arrived_ns = 0

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.config import Settings
+from app.engine_options import engine_config
 from kernels.native import NativeUnavailableError, build
+from llm_core import EngineClient
 from llm_core.decoder import Decoder
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig
@@ -107,10 +110,36 @@ def test_auto_falls_back_to_torch_and_says_why_once(
     with caplog.at_level(logging.INFO, "llm_core.model_choice"):
         model, _ = choose("auto", tmp_path)
     assert isinstance(model, Decoder)
-    assert len(caplog.messages) == 1
-    assert "runs on torch: no C compiler" in caplog.messages[0]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "runs on torch" in caplog.messages[0]
+    assert "no C compiler found" in caplog.messages[0]
+    assert "install gcc or clang" in caplog.messages[0]
     with pytest.raises(ModelLoadError, match="no C compiler"):
         choose("native", tmp_path)
+
+
+def test_torch_by_choice_is_no_matter_for_a_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.INFO, "llm_core.model_choice"):
+        choose("auto", tmp_path, head_dim=6)  # what no compiler helps
+        make_model(tiny_config(), random_weights(tiny_config()), ModelOptions(backend="auto"), 64)
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+
+
+async def test_a_server_with_a_folder_that_cannot_be_written_says_what_to_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As ``parley serve`` starts its engine, on a home that is read-only (also for root)."""
+    (tmp_path / "file").touch()
+    settings = Settings(home=tmp_path, native_dir=tmp_path / "file" / "native")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    engine = await EngineClient.start(engine_config(settings, path, {"standby": "false"}))
+    await engine.close()
+    (line,) = [one for one in capfd.readouterr().err.splitlines() if "runs on torch" in one]
+    assert " WARNING " in line
+    assert f"{tmp_path}/file/native cannot be used" in line
+    assert "PARLEY_NATIVE_DIR" in line
 
 
 def test_native_is_chosen_where_it_can_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from twilio.request_validator import RequestValidator
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from app.conversation import history
 from app.phone_peers import PEERS, Clear, Goodbye, Mark, Play
 from app.transports.phone import line as line_module
 from tests.leaks import Memory
@@ -302,6 +303,25 @@ async def test_clients_attach_to_a_phone_call(tmp_path: Path) -> None:
                 ):
                     pass
             assert event["event"] == "7"
+
+
+async def test_keys_are_taken_again_when_a_full_conversation_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients that attach may fill it."""
+    async with phone_server(tmp_path, SHORT) as server, phone(server) as caller:
+        await caller.ask()
+        await caller.until(Play)
+        await until_requests(server, 1)
+        monkeypatch.setattr(history, "MAX_ITEMS", 0)
+        await caller.press("1#")
+        async with asyncio.timeout(PATIENCE_S):
+            while not any("keys of the phone are lost" in m for m in caplog.messages):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        await caller.press("2#")
+        await until_requests(server, 2)
+        assert "keys of the phone: 2 #" in said(server, 1)
 
 
 # --- Twilio's webhook ---

@@ -1,9 +1,11 @@
-"""PlayoutTimeline: samples to words and back."""
+"""PlayoutTimeline: samples to words."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from audio.playout import PlayoutTimeline, speaking_weight
@@ -25,6 +27,12 @@ def test_nothing_is_heard_at_zero_and_all_at_the_end() -> None:
     assert line.heard_text(10**9) == "One two. Three."
 
 
+def said_at(line: PlayoutTimeline, text: str) -> int:
+    """The first sample at which ``text`` has been heard."""
+    played = range(line.total_samples + 1)
+    return bisect_left(played, len(text), key=line.num_heard_chars)
+
+
 def test_clause_boundaries_are_exact_and_half_open() -> None:
     line = timeline(("One two. ", 1000), ("Three.", 500))
     assert line.heard_text(999) == "One "
@@ -34,8 +42,8 @@ def test_clause_boundaries_are_exact_and_half_open() -> None:
 
 def test_words_share_a_clause_by_what_there_is_to_say() -> None:
     line = timeline(("a mississippi steamboat", 2400))
-    first = line.position_of("a ")
-    second = line.position_of("a mississippi ")
+    first = said_at(line, "a ")
+    second = said_at(line, "a mississippi ")
     assert first < 300
     assert 1200 < second < 1700
     assert line.heard_text(first) == "a "
@@ -48,7 +56,7 @@ def test_figures_and_signs_weigh_as_the_words_they_become() -> None:
     assert speaking_weight("—") == 0
     assert speaking_weight("**") == 0
     line = timeline(("It costs $1,024.50 now", 4000))
-    assert line.position_of("It costs ") < 1300
+    assert said_at(line, "It costs ") < 1300
 
 
 def test_text_without_sound_is_heard_with_what_precedes_it() -> None:
@@ -70,15 +78,6 @@ def test_scripts_without_spaces_go_letter_by_letter() -> None:
 def test_refuses_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="negative"):
         timeline(("x", -1))
-    with pytest.raises(ValueError, match="prefix"):
-        timeline(("x", 1)).position_of("y")
-
-
-def test_played_ms_is_clamped() -> None:
-    line = timeline(("x", 24000))
-    assert line.played_ms(12000, 24000) == 500
-    assert line.played_ms(-1, 24000) == 0
-    assert line.played_ms(10**6, 24000) == 1000
 
 
 segments = st.lists(
@@ -103,22 +102,6 @@ def test_heard_text_is_a_prefix_that_only_grows(
     assert line.heard_text(0) == ""
     if late >= line.total_samples and late > 0:
         assert line.heard_text(late) == full
-
-
-@given(segments, st.integers(0, 200))
-@example([("", 1), ("0", 0), ("", 1)], 1)
-@example([("One. ", 100), ("\n\n", 0), ("— Two.", 100)], 8)
-def test_position_is_where_the_text_becomes_heard(
-    parts: list[tuple[str, int]], num_chars: int
-) -> None:
-    line = timeline(*parts)
-    num_chars = min(num_chars, len(line.text))
-    position = line.position(num_chars)
-    assert 0 <= position <= line.total_samples
-    assert line.position(max(num_chars - 1, 0)) <= position
-    if position > 0:
-        assert line.num_heard_chars(position) >= num_chars
-        assert line.num_heard_chars(position - 1) < num_chars
 
 
 @given(segments)

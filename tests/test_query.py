@@ -18,7 +18,8 @@ from app.observe.query import (
     percentile,
     period_before,
 )
-from app.observe.store import Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import TraceStore
 from app.observe.trace import OUTCOMES
 from tests.fake_turns import a_turn
 

@@ -86,3 +86,35 @@ async def test_who_gives_up_leaves_no_hole() -> None:
     bench.let_go()
     assert await after == "after"
     bench.workers.shutdown()
+
+
+async def test_what_is_being_made_keeps_its_place_when_nobody_wants_it_any_more() -> None:
+    """A thread cannot be stopped: after a barge-in it makes its piece to the end."""
+    bench = Bench()
+    unwanted = bench.start("unwanted", 0)
+    await begun(bench, 1)
+    unwanted.cancel()
+    await asyncio.wait([unwanted])
+    wanted = bench.start("wanted", 0)
+    await asyncio.sleep(0.05)
+    assert bench.made == ["unwanted"] and bench.queue.num_waiting == 1
+    bench.let_go()
+    assert await wanted == "wanted"
+    bench.workers.shutdown()
+
+
+async def test_a_job_that_was_cancelled_before_a_thread_had_time_for_it_is_not_done() -> None:
+    bench = Bench()
+    busy = threading.Event()
+    blocked = [bench.workers.submit(busy.wait, 10) for _ in range(4)]  # by recognisers, say
+    unwanted = bench.start("unwanted", 0)
+    await asyncio.sleep(0)
+    unwanted.cancel()
+    await asyncio.wait([unwanted])
+    busy.set()
+    assert all(one.result() for one in blocked)
+    wanted = bench.start("wanted", 0)
+    bench.let_go()
+    assert await wanted == "wanted"
+    assert bench.made == ["wanted"]
+    bench.workers.shutdown()

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app.errors import ConfigError
 from app.observe import schema
-from app.observe.store import Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import TraceStore
+from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter, without_words
 from tests.fake_turns import a_turn
 from tests.fakes import recent
@@ -75,7 +78,7 @@ def test_a_store_in_memory_keeps_the_last_turns() -> None:
 def test_what_is_too_old_goes(path: Path) -> None:
     store = TraceStore(path, Retention(max_age_s=10))
     store.write([a_turn(1, ended_at_ms=1_000), a_turn(2, ended_at_ms=5_000)])
-    assert store.prune(at_s=12.0) == 1
+    assert store.prune(12.0) == 1
     assert ids(store) == ["turn_2"]
     store.close()
 
@@ -241,10 +244,28 @@ def test_a_disk_that_fails_is_survived_and_told(
     assert messages.count("a turn could not be observed") == 2
 
 
+def test_a_turn_that_cannot_be_recorded_does_not_end_the_recording_of_others(
+    store: TraceStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = AudioFiles(tmp_path, max_age_s=100, max_bytes=1000)
+    writer = TraceWriter(store, recordings=files)
+    writer.start()
+    broken = TurnAudio(0)
+    broken.add_reply(np.zeros((2, 2), np.float32), 8_000, 0)  # no mono sound
+    writer.add(a_turn(1), broken)
+    writer.flush()
+    writer.add(a_turn(2))
+    writer.flush()
+    writer.close()
+    assert ids(store) == ["turn_2", "turn_1"]
+    assert "the end of a turn could not be recorded" in caplog.messages
+
+
 WRITE_AND_SAY = """
 import sys
 from pathlib import Path
-from app.observe.store import Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import TraceStore
 from app.observe.writer import TraceWriter
 from tests.fake_turns import a_turn
 from tests.fakes import recent

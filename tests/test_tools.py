@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 from typing import Literal
@@ -118,6 +119,57 @@ async def test_a_blocking_function_does_not_block_and_its_late_result_is_dropped
     async with asyncio.timeout(10):
         for _ in range(MAX_THREADS):  # the thread's place is free again
             await box._threads.acquire()
+
+
+@tool
+def leaving(how: str) -> str:
+    """Ends more than it should."""
+    if how == "exit":
+        sys.exit(3)
+    raise StopIteration
+
+
+@tool
+async def leaving_at_once() -> str:
+    """The same, on the loop."""
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("leaving", '{"how": "exit"}'),
+        ("leaving", '{"how": "stop"}'),
+        ("leaving_at_once", "{}"),
+    ],
+)
+async def test_a_tool_cannot_end_the_server(name: str, arguments: str) -> None:
+    outcome = await ToolBox([leaving, leaving_at_once]).run(name, arguments)
+    assert outcome.for_model == "Error: the tool failed", "and it did not take until its time-out"
+
+
+async def test_boxes_made_of_one_share_its_threads() -> None:
+    """Each phone call has a box of its own, and the machine is one."""
+    gate, running = threading.Event(), []
+
+    @tool(timeout_s=5)
+    def block(number: int) -> str:
+        running.append(number)
+        gate.wait(5)
+        return "done"
+
+    box = ToolBox([block])
+    calls = [
+        asyncio.create_task(box.plus().run("block", f'{{"number": {number}}}'))
+        for number in range(MAX_THREADS + 3)
+    ]
+    async with asyncio.timeout(5):
+        while len(running) < MAX_THREADS:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert len(running) == MAX_THREADS
+    gate.set()
+    assert {outcome.output for outcome in await asyncio.gather(*calls)} == {"done"}
 
 
 def test_what_a_session_is_offered() -> None:

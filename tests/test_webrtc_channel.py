@@ -13,6 +13,7 @@ from app.transports.base import ChannelClosed
 from app.transports.webrtc.channel import (
     MAX_QUEUED_BYTES,
     MAX_RECEIVED_BYTES,
+    MESSAGE_BYTES,
     CallAudio,
     CallChannel,
 )
@@ -93,6 +94,25 @@ async def test_a_client_that_sends_too_much_is_let_go() -> None:
     with pytest.raises(ChannelClosed) as caught:
         await channel.receive()
     assert caught.value.code == 1013
+
+
+async def test_messages_without_a_word_are_not_free() -> None:
+    channel = CallChannel()
+    line = attach(channel)
+    for _ in range(MAX_RECEIVED_BYTES // MESSAGE_BYTES + 1):
+        line.emit("message", "")
+    with pytest.raises(ChannelClosed) as caught:
+        await channel.receive()
+    assert caught.value.code == 1013
+    assert not channel._incoming
+
+
+async def test_a_message_that_was_taken_makes_room_for_another() -> None:
+    channel = CallChannel()
+    line = attach(channel)
+    for _ in range(3 * MAX_RECEIVED_BYTES // 1_000_000):
+        line.emit("message", "x" * 1_000_000)
+        assert len(await channel.receive()) == 1_000_000
 
 
 async def test_closing_wakes_whoever_waits_and_happens_once() -> None:

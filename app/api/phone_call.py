@@ -27,6 +27,7 @@ from app.conversation.events import (
 from app.conversation.ids import new_id
 from app.conversation.services import Services
 from app.conversation.session import Session
+from app.conversation.tasks import Tasks
 from app.conversation.tools import tool
 from app.errors import ClientError
 from app.transports.phone.line import PhoneLine
@@ -92,19 +93,14 @@ class PhoneCall(CallConnection):
         line.on_key = self._on_key
 
     async def _watch_and_serve(self, session: Session) -> None:
-        beside = [
-            asyncio.create_task(self._greet(session), name="phone greeting"),
-            asyncio.create_task(self._take_keys(session), name="phone keys"),
-            asyncio.create_task(self._leave(session), name="phone farewell"),
-        ]
+        beside = Tasks(session.id)  # one that fails says so at once, and the call goes on
+        beside.start(self._greet(session))
+        beside.start(self._take_keys(session))
+        beside.start(self._leave(session))
         try:
             await super()._watch_and_serve(session)
         finally:
-            for task in beside:
-                task.cancel()
-            for result in await asyncio.gather(*beside, return_exceptions=True):
-                if isinstance(result, Exception):
-                    logger.error("a part of the phone call failed", exc_info=result)
+            await beside.close()
 
     # --- the first words ---
 
@@ -164,7 +160,11 @@ class PhoneCall(CallConnection):
         words = f"[The caller pressed these keys of the phone: {' '.join(keys)}]"
         item = Item(new_id("item"), "user", [Part("input_text", words)])
         async with self._turnstile:
-            await session.add_item(item)
+            try:
+                await session.add_item(item)
+            except ClientError as error:  # an attached client has filled the conversation
+                logger.warning("keys of the phone are lost: %s", error)
+                return
             with contextlib.suppress(ClientError):  # an answer is on its way, and will know
                 await session.create_response()
 

@@ -200,7 +200,9 @@ class Hearing:
     def note_sound(self, samples: Samples, rate: int, sounds_ns: int) -> None:
         """Our own voice, float32 [n], sounds at the caller's from ``sounds_ns`` on."""
         ahead = (sounds_ns - self._clock.now_ns()) * RATE // 1_000_000_000
-        self.listener.echo.play(samples, rate, self.listener.position + ahead)
+        echo = self.listener.echo
+        echo.play(samples, rate, self.listener.position + ahead)
+        echo.forget(self.listener.position - RATE)  # some of it waits for the VAD, far less
 
     def note_silence(self) -> None:
         """Our own voice stops now."""

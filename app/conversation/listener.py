@@ -31,6 +31,9 @@ RATE = SPEECH_RATE
 _IDLE_KEEP_SAMPLES = 6 * RATE
 _MIN_SPEECH_OVER_OURS_MS = 128
 _NS = 1_000_000_000
+_CHUNK_SAMPLES = RATE // 10
+# Parts of less than 5 ms have no date of their own: no microphone sends so often.
+_DATED_SAMPLES = RATE // 200
 # A message was late if the stream was sooner in the samples before it, and soon again as soon.
 _STEADY_BEFORE = RATE
 _CAUGHT_UP_WITHIN_NS = 1_000_000_000
@@ -250,10 +253,18 @@ class Listener:
                 code="input_audio_buffer_full",
                 param="audio",
             )
-        self._chunks.append(samples)
+        # Small pieces are joined: what a session costs must depend on its audio, not on the number
+        # of messages in which that came.
+        if self._chunks and len(self._chunks[-1]) + len(samples) <= _CHUNK_SAMPLES:
+            self._chunks[-1] = np.concatenate((self._chunks[-1], samples))
+        else:
+            self._chunks.append(samples)
         self._position += len(samples)
-        self._ends.append(self._position)
-        self._spoken.append(spoken_ns)
+        if len(self._ends) > 1 and self._position - self._ends[-2] <= _DATED_SAMPLES:
+            self._ends[-1], self._spoken[-1] = self._position, spoken_ns
+        else:
+            self._ends.append(self._position)
+            self._spoken.append(spoken_ns)
 
     def _drop_before(self, sample: int) -> None:
         while self._chunks and self._kept_from < sample:

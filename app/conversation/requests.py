@@ -10,7 +10,18 @@ from app.conversation.ids import new_id
 from app.conversation.session_config import Modality, SessionConfig, Tool, ToolChoice
 from app.conversation.tools import ToolBox
 from app.errors import ClientError
+from app.observe.trace import TurnTrace
 from llm_core import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one answer is made from, and what is told and kept of it."""
+
+    config: SessionConfig
+    messages: list[ChatMessage]
+    response: Response
+    trace: TurnTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +36,30 @@ class ResponseRequest:
     tool_choice: ToolChoice | None = None
     items: tuple[Item, ...] | None = None
 
-    def applied_to(self, config: SessionConfig) -> SessionConfig:
-        """``config`` for this response."""
+    def asked(
+        self,
+        history: History,
+        config: SessionConfig,
+        tools: ToolBox,
+        session_id: str,
+        *,
+        messages: list[ChatMessage] | None = None,
+        in_conversation: bool = True,
+    ) -> Asked:
+        """A response that is not begun. ``messages``: the prompt, if it is not ``history``'s."""
+        config = self._applied_to(config)
+        if messages is None:
+            messages = self.messages(history, config, tools)
+        response = Response(
+            new_id("resp"),
+            self.modality or config.modality,
+            max_output_tokens=self.max_output_tokens or config.max_output_tokens,
+            metadata=self.metadata,
+            in_conversation=in_conversation,
+        )
+        return Asked(config, messages, response, TurnTrace(new_id("turn"), session_id, response.id))
+
+    def _applied_to(self, config: SessionConfig) -> SessionConfig:
         if self.instructions is not None:
             config = replace(config, instructions=self.instructions)
         if self.tools is not None:
@@ -38,20 +71,10 @@ class ResponseRequest:
     def messages(
         self, history: History, config: SessionConfig, tools: ToolBox
     ) -> list[ChatMessage]:
-        """The prompt, under the ``config`` that ``applied_to`` gave."""
+        """The prompt, under a ``config`` that has the request's own wishes already."""
         if self.items is not None:
             history = History.of(self.items)
         return history.messages(config.instructions, tools.specs(config))
-
-    def response(self, config: SessionConfig, *, in_conversation: bool = True) -> Response:
-        """The response, not begun."""
-        return Response(
-            new_id("resp"),
-            self.modality or config.modality,
-            max_output_tokens=self.max_output_tokens or config.max_output_tokens,
-            metadata=self.metadata,
-            in_conversation=in_conversation,
-        )
 
 
 def response_is_active() -> ClientError:

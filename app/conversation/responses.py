@@ -16,7 +16,6 @@ from app.conversation.dialog import Action, AudioStarted, Dialog, ResponseFinish
 from app.conversation.events import PlaybackCut, ResponseDone, Sink, TurnTraced
 from app.conversation.hearing import Hearing
 from app.conversation.history import History
-from app.conversation.ids import new_id
 from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
@@ -83,19 +82,12 @@ class Responses:
 
     def make(self, request: ResponseRequest, messages: list[ChatMessage] | None = None) -> Turn:
         """A response that is not begun. ``messages`` None: as ``request`` has them."""
-        config = request.applied_to(self._config)
-        if messages is None:
-            messages = request.messages(self._history, config, self._services.tools)
-        response = request.response(config)
+        asked = request.asked(
+            *(self._history, self._config, self._services.tools, self._session_id),
+            messages=messages,
+        )
         return Turn(
-            self._services,
-            self._clock,
-            self._sink,
-            self._history,
-            config,
-            messages,
-            response,
-            TurnTrace(new_id("turn"), self._session_id, response.id),
+            *(self._services, self._clock, self._sink, self._history, asked),
             prefilled=self._ahead.work,
         )
 

@@ -12,13 +12,11 @@ import logging
 from app.clock import Clock, MonotonicClock
 from app.conversation.events import ResponseDone, Sink
 from app.conversation.history import History
-from app.conversation.ids import new_id
 from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.turn import Turn
 from app.errors import ClientError
-from app.observe.trace import TurnTrace
 
 log = logging.getLogger(__name__)
 
@@ -50,24 +48,13 @@ class SideResponses:
                 f"{MAX_RUNNING} out-of-band responses are running: wait for a response.done",
                 code="too_many_active_responses",
             )
-        config = request.applied_to(config)
-        messages = request.messages(history, config, self._services.tools)
-        response = request.response(config, in_conversation=False)
-        trace = TurnTrace(new_id("turn"), self._session_id, response.id)
-        trace.begin_typed(self._clock.now_ns())
-        turn = Turn(
-            self._services,
-            self._clock,
-            self._sink,
-            History(),
-            config,
-            messages,
-            response,
-            trace,
-            prefilled=None,
+        asked = request.asked(
+            history, config, self._services.tools, self._session_id, in_conversation=False
         )
+        asked.trace.begin_typed(self._clock.now_ns())
+        turn = Turn(self._services, self._clock, self._sink, History(), asked, prefilled=None)
         task = asyncio.create_task(self._run(turn), name="side response")
-        self._running[response.id] = (turn, task)
+        self._running[turn.response.id] = (turn, task)
         task.add_done_callback(self._note_failure)
 
     def cancel(self, response_id: str) -> bool:

@@ -7,9 +7,11 @@ first. A piece that is being made is made to its end; so many at once that words
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -45,9 +47,18 @@ class Speaking:
                 raise
         else:
             self._num_running += 1
-        running = asyncio.get_running_loop().run_in_executor(self._workers, job)
-        running.add_done_callback(lambda _: self._next())
-        return await running
+        loop = asyncio.get_running_loop()
+        running = self._workers.submit(job)
+        # By the thread's own future: that of the loop is done at once when it is cancelled, and
+        # what a thread has begun goes on.
+        running.add_done_callback(partial(self._on_made, loop))
+        return await asyncio.wrap_future(running)
+
+    def _on_made(self, loop: asyncio.AbstractEventLoop, _: Future[T]) -> None:
+        """In the worker thread; or, of a job that was cancelled before it began, in the loop's."""
+        # Closed: the server has ended before the sound that it was making.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._next)
 
     def _next(self) -> None:
         """Whoever had the place gives it to the next one."""

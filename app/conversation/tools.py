@@ -122,13 +122,16 @@ class Outcome:
 class ToolBox:
     """The server's own tools."""
 
-    def __init__(self, tools: Iterable[ServerTool] = ()) -> None:
+    def __init__(
+        self, tools: Iterable[ServerTool] = (), threads: asyncio.Semaphore | None = None
+    ) -> None:
+        """``threads``: those of another box, to be shared with it."""
         self._tools: dict[str, ServerTool] = {}
         for entry in tools:
             if entry.tool.name in self._tools:
                 raise ConfigError(f"there are two tools named {entry.tool.name!r}")
             self._tools[entry.tool.name] = entry
-        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._threads = threads or asyncio.Semaphore(MAX_THREADS)
 
     @classmethod
     def load(cls, place: str) -> ToolBox:
@@ -150,8 +153,9 @@ class ToolBox:
         return cls(found[name] for name in wanted)
 
     def plus(self, *tools: ServerTool) -> ToolBox:
-        """These tools and ``tools``. Raises ConfigError when a name is there twice."""
-        return ToolBox((*self._tools.values(), *tools))
+        """These tools and ``tools``, with the same threads. Raises ConfigError when a name is there
+        twice."""
+        return ToolBox((*self._tools.values(), *tools), self._threads)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,7 +211,8 @@ class ToolBox:
         except TimeoutError:
             log.warning("tool took too long", extra={"tool": name, "timeout_s": entry.timeout_s})
             return Outcome(error=f"no answer within {entry.timeout_s:g} seconds")
-        except Exception as error:
+        # `sys.exit` in somebody's helper ends what it was called for, and not the server.
+        except (Exception, SystemExit) as error:
             log.error("tool failed", extra={"tool": name}, exc_info=error)
             return Outcome(error="the tool failed")
 
@@ -243,16 +248,13 @@ async def _in_thread(work: Callable[[], Any], on_end: Callable[[], None]) -> Any
     ``on_end`` is called on the loop when the thread has ended, however long after.
     """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    # Errors as values: a future takes no StopIteration.
+    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def finish(result: Any, error: BaseException | None) -> None:
         on_end()
-        if future.done():  # cancelled, or timed out
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        if not future.done():  # else cancelled, or timed out
+            future.set_result((result, error))
 
     def run() -> None:
         result, error = None, None
@@ -266,7 +268,10 @@ async def _in_thread(work: Callable[[], Any], on_end: Callable[[], None]) -> Any
             log.info("a tool ended after the server")
 
     threading.Thread(target=run, daemon=True, name="tool").start()
-    return await future
+    result, error = await future
+    if error is not None:
+        raise error
+    return result
 
 
 def choice_after_results(choice: ToolChoice) -> ToolChoice:

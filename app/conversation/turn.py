@@ -21,18 +21,16 @@ import numpy as np
 from app.clock import Clock
 from app.conversation.asking import Asking
 from app.conversation.budget import TurnBudget
-from app.conversation.events import Response, ResponseStarted, Sink
+from app.conversation.events import ResponseStarted, Sink
 from app.conversation.history import History
 from app.conversation.output import Clause, Output
+from app.conversation.requests import Asked
 from app.conversation.services import Services
-from app.conversation.session_config import SessionConfig
 from app.conversation.tool_loop import ToolLoop
 from app.conversation.turn_record import TurnRecord
 from app.conversation.voicing import Voicing
 from app.errors import ServiceError, TurnTimeoutError
-from app.observe.trace import TurnTrace
 from audio.frame import Samples
-from llm_core import ChatMessage
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +51,13 @@ class Turn:
         clock: Clock,
         sink: Sink,
         history: History,
-        config: SessionConfig,
-        messages: list[ChatMessage],
-        response: Response,
-        trace: TurnTrace,
+        asked: Asked,
         *,
         prefilled: asyncio.Task[None] | None,
     ) -> None:
+        config, response, trace = asked.config, asked.response, asked.trace
         self.config = config
-        self.messages = messages
+        self.messages = asked.messages
         self.response = response
         self.trace = trace
         trace.facts["forgotten_items"] = history.num_forgotten

@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from app.errors import ConfigError
+from app.observe.retention import Retention
 from app.observe.schema import INSERT, NewerSchemaError, migrate, row_of
 
 FILE_NAME = "traces.db"
@@ -29,15 +28,6 @@ _MAX_WAL_BYTES = 8 * 1024 * 1024
 _PRUNED_SHARE = 0.1
 
 Turn = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """What is kept; None: no limit. ``max_bytes`` is the size of the data in the file."""
-
-    max_age_s: float | None = None
-    max_bytes: int | None = None
-    max_turns: int | None = None
 
 
 class TraceStore:
@@ -121,12 +111,18 @@ class TraceStore:
             db.execute("UPDATE turns SET record = ? WHERE seq = ?", (encoded, row[0]))
             return True
 
-    def prune(self, at_s: float | None = None) -> int:
-        """Delete what is too old (at Unix time ``at_s``, or now) or too much; returns how many."""
+    def newest_s(self) -> float | None:
+        """Unix time at which the last stored turn ended; None: there is none."""
+        with self.reading() as db:
+            row = db.execute("SELECT ended_at_ms FROM turns ORDER BY seq DESC LIMIT 1").fetchone()
+        return None if row is None else float(row[0] / 1000)
+
+    def prune(self, now_s: float | None = None) -> int:
+        """Delete what is too old at Unix time ``now_s`` (None: nothing is, the time is not known),
+        and what is too much; returns how many."""
         limits, deleted = self.retention, 0
         with self._writing() as db:
-            if limits.max_age_s is not None:
-                now_s = time.time() if at_s is None else at_s
+            if limits.max_age_s is not None and now_s is not None:
                 oldest_ms = int((now_s - limits.max_age_s) * 1000)
                 deleted += db.execute(
                     "DELETE FROM turns WHERE ended_at_ms < ?", (oldest_ms,)

@@ -76,8 +76,8 @@ class AudioFiles:
     """Recordings in a folder, one WAV a turn, within an age and a size. Any thread."""
 
     def __init__(self, folder: Path, *, max_age_s: float, max_bytes: int) -> None:
+        self.max_age_s = max_age_s
         self._folder = folder
-        self._max_age_s = max_age_s
         self._max_bytes = max_bytes
 
     def write(self, turn_id: str, content: bytes) -> None:
@@ -97,16 +97,25 @@ class AudioFiles:
         path = self._folder / f"{turn_id}.wav"
         return path if path.is_file() else None
 
-    def prune(self, now_s: float) -> int:
-        """Delete what is too old, then the oldest until the rest fits. Raises OSError."""
-        if not self._folder.is_dir():
-            return 0
-        files = [(path.stat(), path) for path in self._folder.iterdir()]
+    def newest_s(self) -> float | None:
+        """Unix time of the last recording; None: there is none. Raises OSError."""
+        return max((stat.st_mtime for stat, _ in self._files()), default=None)
+
+    def prune(self, now_s: float | None) -> int:
+        """Delete what is too old at Unix time ``now_s`` (None: nothing is, the time is not known),
+        then the oldest until the rest fits. Raises OSError."""
+        oldest_s = float("-inf") if now_s is None else now_s - self.max_age_s
+        files = self._files()
         files.sort(key=lambda file: file[0].st_mtime, reverse=True)
         kept_bytes = deleted = 0
         for stat, path in files:
             kept_bytes += stat.st_size
-            if kept_bytes > self._max_bytes or stat.st_mtime < now_s - self._max_age_s:
+            if kept_bytes > self._max_bytes or stat.st_mtime < oldest_s:
                 path.unlink(missing_ok=True)
                 deleted += 1
         return deleted
+
+    def _files(self) -> list[tuple[os.stat_result, Path]]:
+        if not self._folder.is_dir():
+            return []
+        return [(path.stat(), path) for path in self._folder.iterdir()]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from app.observe.retention import RetentionClock
 from app.observe.store import TraceStore, Turn
 from app.observe.turn_audio import AudioFiles, TurnAudio
 
@@ -59,6 +60,7 @@ class TraceWriter:
         self._queue: queue.Queue[_Ended | None] = queue.Queue(max_queued)
         self._thread: threading.Thread | None = None
         self._complained_s = float("-inf")
+        self._clock: RetentionClock | None = None  # made with the first look at what is kept
 
     def start(self) -> None:
         """Start the thread."""
@@ -89,8 +91,13 @@ class TraceWriter:
         is_open = True
         while is_open:
             batch, is_open = self._next_batch()
-            self.write([ended.turn for ended in batch])
-            self._write_audio(batch)
+            try:
+                self.write([ended.turn for ended in batch])
+                self._write_audio(batch)
+            except Exception:
+                # The boundary: without this thread every further turn would be lost, and whoever
+                # waits in `flush` would wait for ever.
+                log.exception("the end of a turn could not be recorded")
             for _ in range(len(batch) + (not is_open)):
                 self._queue.task_done()
             if time.monotonic() - pruned_s > _PRUNE_EVERY_S:
@@ -144,14 +151,29 @@ class TraceWriter:
 
     def _prune(self) -> None:
         try:
-            deleted = self.store.prune()
+            now_s = self._retention_time_s()
+            deleted = self.store.prune(now_s)
             if self.recordings is not None:
-                self.recordings.prune(time.time())
+                self.recordings.prune(now_s)
         except (sqlite3.Error, OSError) as error:
             self._complain("old traces could not be deleted: %s", error)
         else:
             if deleted:
                 log.info("old traces deleted", extra={"turns": deleted})
+
+    def _retention_time_s(self) -> float | None:
+        """See ``RetentionClock.now_s``; None also where nothing goes for its age."""
+        if self._clock is None:
+            ages_s, newest_s = [self.store.retention.max_age_s], [self.store.newest_s()]
+            if self.recordings is not None:
+                ages_s.append(self.recordings.max_age_s)
+                newest_s.append(self.recordings.newest_s())
+            limits_s = [age_s for age_s in ages_s if age_s is not None]
+            if not limits_s:
+                return None
+            newest = max((at_s for at_s in newest_s if at_s is not None), default=None)
+            self._clock = RetentionClock(min(limits_s), newest)
+        return self._clock.now_s()
 
     def _lose(self, number: int, why: str) -> None:
         self.num_dropped += number

@@ -22,7 +22,20 @@ _COMPILE_LIMIT_S = 120.0
 
 
 class NativeUnavailableError(Exception):
-    """The compiled kernels cannot be had here; the message says why."""
+    """The compiled kernels cannot be had here; the message says why. ``remedy``: what would bring
+    them; "" where nothing would."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+_NEEDS_COMPILER = "install gcc or clang, or name a compiler that works in CC"
+# The setting is the server's; who uses the engine alone gives the folder as native_cache_dir.
+NEEDS_FOLDER = (
+    "compiled code needs a folder that belongs to this user, is writable and may hold programs: "
+    "name one in PARLEY_NATIVE_DIR (native_cache_dir of an engine)"
+)
 
 
 def build(cache_dir: Path, *, is_scalar: bool = False) -> Path:
@@ -54,7 +67,9 @@ def _compiler() -> list[str]:
         words = shlex.split(name)
         if words and shutil.which(words[0]):
             return words
-    raise NativeUnavailableError(f"no C compiler found (looked for {', '.join(names)})")
+    raise NativeUnavailableError(
+        f"no C compiler found (looked for {', '.join(names)})", _NEEDS_COMPILER
+    )
 
 
 def _version(compiler: list[str]) -> str:
@@ -80,9 +95,12 @@ def _make_private(cache_dir: Path) -> None:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = cache_dir.stat()
     except OSError as error:
-        raise NativeUnavailableError(f"{cache_dir} cannot be used: {error}") from error
+        raise NativeUnavailableError(
+            f"{cache_dir} cannot be used: {error}", NEEDS_FOLDER
+        ) from error
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise NativeUnavailableError(f"{cache_dir} is another user's or writable by others")
+        reason = f"{cache_dir} is another user's or writable by others"
+        raise NativeUnavailableError(reason, NEEDS_FOLDER)
 
 
 def _compile(command: list[str], sources: list[Path], target: Path) -> None:
@@ -92,7 +110,8 @@ def _compile(command: list[str], sources: list[Path], target: Path) -> None:
             _run([*command, *map(str, sources), "-o", str(built), "-lpthread", "-lm"])
             built.replace(target)  # atomic: another process finds all of it or nothing
     except OSError as error:
-        raise NativeUnavailableError(f"{target.parent} cannot be written: {error}") from error
+        reason = f"{target.parent} cannot be written: {error}"
+        raise NativeUnavailableError(reason, NEEDS_FOLDER) from error
 
 
 def _run(command: list[str]) -> str:
@@ -101,10 +120,11 @@ def _run(command: list[str]) -> str:
             command, capture_output=True, text=True, check=False, timeout=_COMPILE_LIMIT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{command[0]} does not run: {error}") from error
+        reason = f"{command[0]} does not run: {error}"
+        raise NativeUnavailableError(reason, _NEEDS_COMPILER) from error
     if done.returncode != 0:
         first_lines = " | ".join((done.stderr or done.stdout).strip().splitlines()[:3])
         raise NativeUnavailableError(
-            f"{command[0]} fails with status {done.returncode}: {first_lines}"
+            f"{command[0]} fails with status {done.returncode}: {first_lines}", _NEEDS_COMPILER
         )
     return done.stdout

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.native.build import NativeUnavailableError, build
+from kernels.native.build import NEEDS_FOLDER, NativeUnavailableError, build
 
 GROUP = 32  # inputs that share a scale
 TILE = 8  # outputs that lie side by side
@@ -194,7 +194,8 @@ class Library:
                 function = getattr(self.functions, name)
                 function.restype, function.argtypes = result, list(arguments)
         except (OSError, AttributeError) as error:
-            raise NativeUnavailableError(f"{path.name} does not load: {error}") from error
+            reason = f"{path} does not load: {error}"
+            raise NativeUnavailableError(reason, NEEDS_FOLDER) from error
         for index, structure in enumerate(_STRUCTURES):
             theirs = self.functions.pn_layout(index)
             assert theirs == ctypes.sizeof(structure), f"{structure.__name__} differs from parley.h"

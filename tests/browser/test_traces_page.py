@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from playwright.async_api import Page, expect
 
-from app.observe.store import FILE_NAME, Retention, TraceStore
+from app.observe.retention import Retention
+from app.observe.store import FILE_NAME, TraceStore
 from app.observe.trace import STAGES
 from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.server_env import BRIEF
+from tests.command_line import parley
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path")
@@ -25,14 +20,10 @@ def test_a_recording_is_said_and_what_its_answer_waited_for_adds_up(
     shutil.copy(shared_data / "speech" / "az_weather.flac", tmp_path / "weather.flac")
     (tmp_path / "weather.txt").write_text("What's the weather like?")
     arguments = ["--speech", str(tmp_path), "--turns", "1", "--provider", "audiosocket", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "bench", "voice", *arguments],
-        cwd=ROOT,
-        env=os.environ | BRIEF | {"PARLEY_MAX_REPLY_TOKENS": "12", "PARLEY_PHONE_GREETING": "Hi."},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+    done = parley(
+        *("bench", "voice", *arguments),
+        PARLEY_MAX_REPLY_TOKENS="12",
+        PARLEY_PHONE_GREETING="Hi.",
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -17,25 +14,11 @@ import pytest
 import soundfile as sf
 
 from tests.busy import Stopwatch
-from tests.server_env import BRIEF
+from tests.command_line import parley
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGES = ["endpoint", "asr", "queue", "prefill", "decode", "tts", "send"]
-
-
-def parley(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
-        cwd=ROOT,
-        env=os.environ | BRIEF | {"COLUMNS": "100"},
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
 
 
 def talk(*arguments: str) -> list[dict[str, Any]]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import wave
 from pathlib import Path
 
@@ -13,11 +10,9 @@ import numpy as np
 import pytest
 
 from tests.busy import Stopwatch
-from tests.server_env import BRIEF
+from tests.command_line import parley
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path")
@@ -32,15 +27,7 @@ def test_a_spoken_question_is_answered_by_phone(
     reply = tmp_path / "reply.wav"
     arguments = ["--provider", provider, "--json", "--out", str(reply), *trouble]
     watch = Stopwatch(of_machine=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "call", str(question), *arguments],
-        cwd=ROOT,
-        env=os.environ | BRIEF,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = parley("call", str(question), *arguments)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert "weather" in result["transcript"].lower()

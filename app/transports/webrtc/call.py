@@ -46,7 +46,7 @@ class Gateway:
     @property
     def certificate(self) -> RTCCertificate:
         """The one for a new connection."""
-        if datetime.now(UTC) - self._made_at > _CERTIFICATE_AGE:
+        if abs(datetime.now(UTC) - self._made_at) > _CERTIFICATE_AGE:  # the clock may be set back
             self._certificate = RTCCertificate.generateCertificate()
             self._made_at = datetime.now(UTC)
         return self._certificate

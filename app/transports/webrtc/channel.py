@@ -28,6 +28,8 @@ LABEL = "oai-events"
 MAX_RECEIVED_BYTES = 4 * 1024 * 1024
 # Events that the client has not taken, or that wait for a new line. Overflow rule: the same.
 MAX_QUEUED_BYTES = 4 * 1024 * 1024
+# What a message costs beside its text: an empty one is not free.
+MESSAGE_BYTES = 256
 # How long a closing channel waits for the peer to take the rest.
 CLOSE_TIMEOUT_S = 1.0
 _CLOSE_POLL_S = 0.02
@@ -58,7 +60,7 @@ class CallChannel:
             self._changed.clear()
             await self._changed.wait()
         message = self._incoming.popleft()
-        self._incoming_bytes -= len(message)
+        self._incoming_bytes -= MESSAGE_BYTES + len(message)
         return message
 
     async def send(self, text: str) -> None:
@@ -124,7 +126,7 @@ class CallChannel:
         if self.closed is not None or line is not self._line:
             return
         self._incoming.append(message)
-        self._incoming_bytes += len(message)
+        self._incoming_bytes += MESSAGE_BYTES + len(message)
         self._changed.set()
         if self._incoming_bytes > MAX_RECEIVED_BYTES:
             self.fail(1013, "too many events at once")
