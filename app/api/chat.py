@@ -45,8 +45,9 @@ _SSE_HEADERS = {
 
 
 def chat_router(engine: TalkEngine, defaults: ChatDefaults) -> APIRouter:
-    """The route. ``defaults`` hold for requests that name no temperature. Raises (to the app's handlers) ClientError for a bad request, and UnavailableError
-    while the server ends; answers that have begun are finished."""
+    """The route. ``defaults`` hold for requests that name no temperature. Raises (to the app's
+    handlers) ClientError for a bad request, and UnavailableError while the server ends; answers
+    that have begun are finished."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
