@@ -58,7 +58,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runner", "tokenizer"),
         ("chat_template", "detokenizer"),
         ("text_pipeline",),
-        ("params_check", "tool_prompt", "tool_calls", "model_choice"),
+        ("params_check", "tool_prompt", "tool_calls", "model_choice", "native_sampler"),
         ("parallel.steps", "parallel.launch"),
         ("speculative",),
         ("sampler",),
