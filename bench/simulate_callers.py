@@ -81,6 +81,7 @@ class TimedModel:
 
     num_blocks, block_size, max_context = 16_384, 16, 8_192
     chooses_tokens = False
+    drawer = None
 
     def __init__(self, fixed_ms: float, row_ms: float, vocab_size: int) -> None:
         self.now_ns = 0
