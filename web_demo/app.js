@@ -260,7 +260,7 @@ class TalkPage {
         onEvent: (event) => this.take(event),
         onLost: (error) => this.connectionLost(error),
         onVoice: (stream) => this.remote?.attach(stream),
-        onMending: (isMending) => this.mending(isMending),
+        onMending: (isMending, leftS) => this.mending(isMending, leftS),
       });
     } catch (error) {
       if (attempt === this.numAttempts) {
@@ -292,14 +292,18 @@ class TalkPage {
     if (event.type === "parley.turn.trace") this.playout.traced(event.turn);
   }
 
-  /** @param {boolean} isMending the line broke, and the call is being taken up again */
-  mending(isMending) {
-    this.isMending = isMending;
-    if (isMending) this.notice.show("The line broke", "Taking up the conversation again…");
+  /**
+   * @param {boolean} isMending the line broke, and the call is taken up again
+   * @param {number} leftS until that is given up
+   */
+  mending(isMending, leftS) {
+    if (isMending && !this.isMending) this.notice.show("The line broke", "Taking the call up again…");
+    if (isMending) this.notice.countDown(`For ${leftS} s more; then a new one begins.`);
     else {
       this.notice.hide();
       this.transcript.divide("The line broke and is mended. Parley remembers what was said.");
     }
+    this.isMending = isMending;
     this.showState();
   }
 

@@ -15,7 +15,8 @@ import { WebRtcLine } from "./webrtc-line.js";
  * @property {(event: RealtimeEvent) => void} onEvent
  * @property {(error: ConnectionError) => void} onLost called once, after the session was open
  * @property {(stream: MediaStream) => void} onVoice the server's voice, where it comes on a track
- * @property {(isMending: boolean) => void} onMending the line broke, and is being mended
+ * @property {(isMending: boolean, leftS: number) => void} onMending the line broke, and is being
+ *   mended for so many seconds more
  */
 
 /** @typedef {Connection | WebRtcLine} Line */

@@ -181,13 +181,13 @@ export class WebRtcLine {
   async mend(peer) {
     if (this.isClosed || this.isMending || this.peer !== peer) return;
     this.isMending = true;
-    this.options.onMending(true);
     const until = performance.now() + MEND_FOR_MS;
     while (!this.isClosed && performance.now() < until) {
+      this.options.onMending(true, Math.ceil((until - performance.now()) / 1000));
       try {
         await this.connect(this.callId);
         this.isMending = false;
-        this.options.onMending(false);
+        this.options.onMending(false, 0);
         return;
       } catch (error) {
         // Gone for good, or not reachable yet.

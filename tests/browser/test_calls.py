@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -163,6 +164,24 @@ async def test_a_broken_line_is_mended(open_page: OpenPage, words: Path) -> None
             ["Sure.", "And more."], timeout=15_000
         )
         assert len(server.engine.requests[-1]) > len(server.engine.requests[0])
+
+
+async def test_a_line_that_cannot_be_mended_says_how_long_it_is_tried(
+    open_page: OpenPage, words: Path
+) -> None:
+    async with serving("Sure.") as server:
+        page = await open_page(server.url, microphone=words)
+        await page.click("#start")
+        await expect(page.locator(".message-parley .message-text")).to_have_text(["Sure."])
+        await page.route("**/v1/realtime/calls*", lambda route: route.abort())
+        await page.evaluate(
+            "import('/app.js').then(({page}) => void page.connection.mend(page.connection.peer))"
+        )
+        countdown = page.locator("#notice-countdown")
+        await expect(page.locator("#notice-title")).to_have_text("The line broke")
+        await expect(countdown).to_have_text(re.compile(r"For 1\d s more"))
+        first = await countdown.text_content()
+        await expect(countdown).not_to_have_text(first or "")
 
 
 async def test_push_to_talk(open_page: OpenPage, words: Path) -> None:
