@@ -93,11 +93,13 @@ class TalkLog:
         """Where the caller's voice made the player fall silent."""
         self.num_rejoined = 0
         """Utterances that were taken for over, and became part of what followed."""
+        self._written: dict[str, str | None] = {}  # texts of the caller without an answer yet
         self._last_sign = 0
         self._handlers: dict[str, Callable[[Event, int], list[Event]]] = {
             "input_audio_buffer.speech_started": self._on_speech_started,
             "input_audio_buffer.speech_stopped": self._on_speech_stopped,
             "input_audio_buffer.committed": self._on_committed,
+            "conversation.item.added": self._on_item_added,
             "conversation.item.deleted": self._on_item_deleted,
             "conversation.item.input_audio_transcription.completed": self._on_transcript,
             "conversation.item.input_audio_transcription.failed": self._on_transcript_failed,
@@ -181,6 +183,15 @@ class TalkLog:
         self.turns.append(Turn(heard={event["item_id"]: None}))
         return []
 
+    def _on_item_added(self, event: Event, at: int) -> list[Event]:
+        """A caller's keys, or what another client wrote; words that were spoken come later."""
+        item = event["item"]
+        if item["type"] == "message" and item["role"] == "user":
+            texts = [part["text"] for part in item["content"] if part["type"] == "input_text"]
+            if texts:
+                self._written[item["id"]] = " ".join(texts)
+        return []
+
     def _on_item_deleted(self, event: Event, at: int) -> list[Event]:
         for turn in [*self.turns]:
             if event["item_id"] not in turn.heard:
@@ -217,6 +228,8 @@ class TalkLog:
             waiting = [Turn()]
             self.turns.extend(waiting)
         waiting[-1].response_id = event["response"]["id"]
+        waiting[-1].heard |= self._written
+        self._written = {}
         return []
 
     def _on_audio(self, event: Event, at: int) -> list[Event]:

@@ -67,3 +67,32 @@ def test_an_old_item_that_is_forgotten_withdraws_nothing() -> None:
     heard.feed(COMMITTED_A, 0)
     heard.feed(GONE_A | {"item_id": "older"}, 0)
     assert heard.num_rejoined == 0 and not heard.turns[0].is_withdrawn
+
+
+def test_keys_of_a_phone_are_what_the_caller_said() -> None:
+    """They come as a text; nothing is owed for it until there is an answer, which an answer that is
+    on its way may be."""
+    heard = log()
+    keys = {"type": "input_text", "text": "[The caller pressed these keys of the phone: 1 2 #]"}
+    message = {"id": "k", "type": "message", "role": "user", "content": [keys]}
+    heard.feed({"type": "conversation.item.added", "item": message}, 0)
+    assert heard.turns == []
+    heard.feed({"type": "response.created", "response": {"id": "r"}}, 0)
+    assert [turn.transcript for turn in heard.turns] == [keys["text"]]
+    heard.feed({"type": "response.created", "response": {"id": "s"}}, 0)
+    assert heard.turns[1].transcript == ""
+
+
+def test_an_utterance_that_was_added_has_its_words_once() -> None:
+    heard = log()
+    spoken = [{"type": "input_audio", "transcript": None}]
+    message = {"id": "a", "type": "message", "role": "user", "content": spoken}
+    said = {"item_id": "a", "transcript": "Hello."}
+    for event in (
+        COMMITTED_A,
+        {"type": "conversation.item.added", "item": message},
+        {"type": "conversation.item.input_audio_transcription.completed", **said},
+        {"type": "response.created", "response": {"id": "r"}},
+    ):
+        heard.feed(event, 0)
+    assert [turn.transcript for turn in heard.turns] == ["Hello."]
