@@ -9,7 +9,10 @@ from llm_core.block_tables import BlockCopy
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.control import FixedController, Situation
 from llm_core.speculative.drafter import ComputedRows, DraftRequest, DraftShape
+from llm_core.speculative.grow import Nearness
 from llm_core.speculative.tree import DraftTree
+
+OF_THE_TARGET = Nearness(reach=1e-6, softness=1.0)  # of a drafter that is the target
 
 
 class RestingController(FixedController):

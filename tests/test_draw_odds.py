@@ -8,7 +8,8 @@ from msgspec import structs
 
 from llm_core.messages import SamplingParams
 from llm_core.sampler import draw_token
-from llm_core.speculative.grow import OF_ANOTHER, OF_THE_TARGET, draw_odds
+from llm_core.speculative.grow import OF_ANOTHER, draw_odds
+from tests.fake_drafter import OF_THE_TARGET
 
 PARAMS = (
     SamplingParams(temperature=0.7),

@@ -25,11 +25,10 @@ from llm_core.speculative.draft_model import DraftModelDrafter
 from llm_core.speculative.drafter import Drafter, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
-from llm_core.speculative.grow import OF_THE_TARGET
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.medusa_drafter import MedusaDrafter
 from llm_core.speculative.ngram import NgramDrafter
-from tests.fake_drafter import GuessingDrafter, RestingController
+from tests.fake_drafter import OF_THE_TARGET, GuessingDrafter, RestingController
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, run_chunk, tiny_config
 from tests.test_engine import assert_nothing_left, make_engine, prompt_of, user

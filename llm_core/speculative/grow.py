@@ -46,7 +46,6 @@ class Nearness:
 
 # Fitted to what the bundled head says of a target's own talk at temperature 0.7, three deep.
 OF_ANOTHER = Nearness(reach=0.3, softness=1.3)
-OF_THE_TARGET = Nearness(reach=1e-6, softness=1.0)
 
 
 @dataclass(frozen=True, slots=True)
