@@ -1,23 +1,29 @@
 """One recogniser for all callers: who is served next, and who is turned away.
 
 The recogniser works on one piece of audio at a time. The end of a turn goes before a turn that may
-have ended, and that before a look at a turn that is going on; within a kind, first come, first
-served. Work whose result was cancelled is given up where the recogniser can, so that the next one
-waits less. A caller has at most one job of each kind in the queue: nobody can crowd out the others.
+have ended, that before the question when words were said, and that before a look at a turn that is
+going on; within a kind, first come, first served. Work whose result was cancelled is given up where
+the recogniser can, so that the next one waits less. A caller has at most one job of each kind in
+the queue: nobody can crowd out the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 from app.errors import RecognitionError
 from audio.asr import Recognizer, Transcript
+from audio.asr_words import WordTime
 from audio.errors import AudioError
-from audio.frame import Samples
+from audio.frame import SPEECH_RATE, Samples
+
+T = TypeVar("T")
 
 
 class Urgency(IntEnum):
@@ -25,7 +31,8 @@ class Urgency(IntEnum):
 
     FINAL = 0
     EARLY = 1
-    PARTIAL = 2
+    WORDS = 2
+    PARTIAL = 3
 
 
 class BusyRecognizerError(RecognitionError):
@@ -35,15 +42,15 @@ class BusyRecognizerError(RecognitionError):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One piece of audio on its way. ``urgency`` may be raised while it waits."""
+class Job(Generic[T]):
+    """One piece of audio, of so many samples, on its way. ``work`` is what is done with it, in a
+    worker thread. ``urgency`` may be raised while it waits."""
 
-    samples: Samples
-    prompt: str | None
-    language: str | None
+    work: Callable[[], T]
+    num_samples: int
     urgency: Urgency
     serial: int
-    result: asyncio.Future[Transcript]
+    result: asyncio.Future[T]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -58,8 +65,8 @@ class Recognition:
         self._recognizer = recognizer
         self._workers = workers
         self._max_waiting = max_waiting
-        self._waiting: list[Job] = []
-        self._running: Job | None = None
+        self._waiting: list[Job[Any]] = []
+        self._running: Job[Any] | None = None
         self._serial = 0
         self.num_refused = 0
         self.num_following = 0
@@ -82,16 +89,34 @@ class Recognition:
         *,
         prompt: str | None = None,
         language: str | None = None,
-    ) -> Job:
+        keeps_sound: bool = False,
+    ) -> Job[Transcript]:
         """Queue ``samples`` float32 [n] at 16 kHz; await the job's ``result``, or cancel it.
 
-        The result raises RecognitionError; BusyRecognizerError when the queue is full. The least
-        urgent job, if need be this one, gives way.
+        ``keeps_sound``: the words will have to be located. The result raises RecognitionError;
+        BusyRecognizerError when the queue is full. The least urgent job, if need be this one, gives
+        way.
         """
+        work = partial(
+            self._recognizer.transcribe,
+            samples,
+            prompt=prompt,
+            language=language,
+            keeps_sound=keeps_sound,
+        )
+        return self._queue(work, len(samples), urgency)
+
+    def locate(self, transcript: Transcript) -> Job[tuple[WordTime, ...]]:
+        """Queue the question when the words of ``transcript`` were said, as ``submit`` does."""
+        work = partial(self._recognizer.locate, transcript)
+        return self._queue(work, round(transcript.audio_s * SPEECH_RATE), Urgency.WORDS)
+
+    def _queue(self, work: Callable[..., T], num_samples: int, urgency: Urgency) -> Job[T]:
         self._serial += 1
-        loop = asyncio.get_running_loop()
-        job = Job(samples, prompt, language, urgency, self._serial, loop.create_future())
-        job.result.add_done_callback(partial(self._on_done, job))
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        wanted_work = partial(work, is_wanted=lambda: not result.cancelled())
+        job = Job(wanted_work, num_samples, urgency, self._serial, result)
+        result.add_done_callback(partial(self._on_done, job))
         self._waiting.append(job)
         running = self._running
         if running is not None and running.urgency is Urgency.PARTIAL and urgency < running.urgency:
@@ -101,7 +126,7 @@ class Recognition:
             self._refuse(max(self._waiting, key=lambda waiting: waiting.rank))
         return job
 
-    def _refuse(self, job: Job) -> None:
+    def _refuse(self, job: Job[Any]) -> None:
         self.num_refused += 1
         self._waiting.remove(job)
         job.result.set_exception(
@@ -110,7 +135,7 @@ class Recognition:
             )
         )
 
-    def _on_done(self, job: Job, result: asyncio.Future[Transcript]) -> None:
+    def _on_done(self, job: Job[T], result: asyncio.Future[T]) -> None:
         if job in self._waiting:  # cancelled before its turn came
             self._waiting.remove(job)
         if not result.cancelled():
@@ -122,17 +147,10 @@ class Recognition:
         job = min(self._waiting, key=lambda waiting: waiting.rank)
         self._waiting.remove(job)
         self._running = job
-        work = partial(
-            self._recognizer.transcribe,
-            job.samples,
-            prompt=job.prompt,
-            language=job.language,
-            is_wanted=lambda: not job.result.cancelled(),
-        )
-        running = asyncio.get_running_loop().run_in_executor(self._workers, work)
+        running = asyncio.get_running_loop().run_in_executor(self._workers, job.work)
         running.add_done_callback(partial(self._on_transcribed, job))
 
-    def _on_transcribed(self, job: Job, running: asyncio.Future[Transcript]) -> None:
+    def _on_transcribed(self, job: Job[T], running: asyncio.Future[T]) -> None:
         self._running = None
         error = None if running.cancelled() else running.exception()
         if not job.result.done():
