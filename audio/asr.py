@@ -84,6 +84,7 @@ class _Job:
     prompt: str | None
     is_wanted: Callable[[], bool]
     keeps_sound: bool
+    is_brief: bool
     num_runs: int = 0
     num_pieces: int = 0
     encoder_frames: int = 0
@@ -118,6 +119,7 @@ class Recognizer:
         prompt: str | None = None,
         language: str | None = None,
         keeps_sound: bool = False,
+        is_brief: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         """Text of the speech in ``samples`` float32 [n] at 16 kHz, of any length.
@@ -125,10 +127,11 @@ class Recognizer:
         ``prompt`` is earlier text or vocabulary that the speech may continue or contain; one that
         repeats itself is ignored, since it would make the model do so too. ``language`` overrides
         the default. ``keeps_sound``: the transcript holds what ``locate`` needs to be fast (for
-        tiny.en 77 kB a second). ``is_wanted`` is asked now and then, from this thread: work that
-        nobody waits for is given up. Raises AudioFormatError for samples that are not finite mono
-        audio, AudioError for an unknown language, NotWantedError, and ModelError when the runtime
-        fails.
+        tiny.en 77 kB a second, 0.8 MB at least). ``is_brief``: others wait, so that nothing is
+        decoded thoroughly, which cannot be given up and takes seconds. ``is_wanted`` is asked now
+        and then, from this thread: work that nobody waits for is given up. Raises AudioFormatError
+        for samples that are not finite mono audio, AudioError for an unknown language,
+        NotWantedError, and ModelError when the runtime fails.
         """
         started_ns = time.monotonic_ns()
         if samples.ndim != 1 or not np.isfinite(samples).all():
@@ -139,6 +142,7 @@ class Recognizer:
             prompt=_usable_prompt(prompt),
             is_wanted=is_wanted,
             keeps_sound=keeps_sound,
+            is_brief=is_brief,
         )
         whole = Piece(audio, self._vad.probabilities(audio)).trimmed()
         heard = [
@@ -205,7 +209,8 @@ class Recognizer:
             return _placed(best, piece, job)
         if fault is Fault.LOOP and piece.duration_s >= _MIN_SPLIT_S:
             return self._recognise_halves(piece, job, _MAX_SPLITS)
-        best = better(self._decode_thoroughly(piece.samples, job), best, voice)
+        if not job.is_brief:
+            best = better(self._decode_thoroughly(piece.samples, job), best, voice)
         return _placed(best, piece, job) if is_speech(best, voice) else None
 
     def _recognise_halves(self, piece: Piece, job: _Job, num_splits: int) -> Decoding | None:

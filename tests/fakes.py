@@ -105,6 +105,11 @@ class EnergyVad:
         rms = float(np.sqrt(np.mean(window[:, -512:] ** 2)))
         return (1.0 if rms > 0.01 else 0.0), h, c
 
+    def probabilities(self, samples: Samples) -> Samples:
+        windows = np.zeros((-(-samples.size // 512), 512), np.float32)
+        windows.reshape(-1)[: samples.size] = samples
+        return (np.sqrt(np.mean(windows**2, axis=1)) > 0.01).astype(np.float32)
+
 
 _A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
 _NO_STOP = EndMarks(-4.0, -6.0, -6.0, -2.0, -3.0, -1.0)
@@ -126,6 +131,7 @@ class ScriptedRecognizer:
         prompt: str | None = None,
         language: str | None = None,
         keeps_sound: bool = False,
+        is_brief: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         if self.error is not None:
@@ -143,7 +149,6 @@ class ScriptedRecognizer:
             took_ms=1.0,
             end_marks=_A_STOP if text.endswith((".", "?", "!")) else _NO_STOP,
         )
-
 
     def locate(
         self, transcript: Transcript, *, is_wanted: Callable[[], bool] = lambda: True

@@ -15,6 +15,7 @@ from app.api.realtime_fields import (
     Modalities,
     ShortText,
     Text,
+    VoiceName,
     WireModel,
     invalid,
     null_is,
@@ -126,18 +127,11 @@ class AudioInput(WireModel):
     turn_detection: TurnDetectionParams | None = None
 
 
-def _voice_name(value: Any) -> Any:
-    """A custom voice is given as an object with an id."""
-    if isinstance(value, dict) and set(value) == {"id"}:
-        return value["id"]
-    return value
-
-
 class AudioOutput(WireModel):
     """``session.audio.output``."""
 
     format: Annotated[Format, null_is(Format(type="audio/pcm"))] = Format(type="audio/pcm")
-    voice: Annotated[ShortText, BeforeValidator(_voice_name)] = ""
+    voice: VoiceName = ""
     speed: Annotated[float, null_is(1.0), Field(ge=0.25, le=1.5)] = 1.0
 
 

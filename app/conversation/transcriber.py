@@ -145,7 +145,8 @@ class Transcriber:
         return None if is_void else look
 
     def _follows(self, is_following: bool) -> None:
-        self._recognition.num_following += is_following - self._is_following
+        if is_following != self._is_following:
+            self._recognition.note_following(is_following - self._is_following)
         self._is_following = is_following
 
     def _drop_partial(self) -> None:
