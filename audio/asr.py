@@ -209,8 +209,19 @@ class Recognizer:
             return _placed(best, piece, job)
         if fault is Fault.LOOP and piece.duration_s >= _MIN_SPLIT_S:
             return self._recognise_halves(piece, job, _MAX_SPLITS)
-        if not job.is_brief:
-            best = better(self._decode_thoroughly(piece.samples, job), best, voice)
+        if job.is_brief:
+            return self._heard_briefly(piece, best, fault, voice, job)
+        best = better(self._decode_thoroughly(piece.samples, job), best, voice)
+        return _placed(best, piece, job) if is_speech(best, voice) else None
+
+    def _heard_briefly(
+        self, piece: Piece, best: Decoding, fault: Fault, voice: Voice, job: _Job
+    ) -> Decoding | None:
+        """What is believed where ``best`` has a fault and there is no time for a thorough run."""
+        if fault is Fault.TOO_LITTLE and piece.duration_s >= _MIN_SPLIT_S:
+            halves = self._recognise_halves(piece, job, 1)  # it has stopped at a pause
+            if halves is not None and halves.num_tokens > best.num_tokens:
+                return halves
         return _placed(best, piece, job) if is_speech(best, voice) else None
 
     def _recognise_halves(self, piece: Piece, job: _Job, num_splits: int) -> Decoding | None:

@@ -13,7 +13,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, OpenAI
 
 from audio.media import read_speech
-from tests.integration.openai_caller import words
+from tests.integration.openai_caller import calling, pause, recording, words
 
 pytestmark = pytest.mark.integration
 
@@ -130,3 +130,31 @@ async def test_several_at_once(server_url: str, shared_data: Path) -> None:
             )
         )
     assert {words(one.text) for one in heard} == {DOG}
+
+
+@pytest.mark.timeout(240)
+async def test_a_caller_speaks_while_files_are_worked_on(
+    server_url: str, shared_data: Path
+) -> None:
+    content = (shared_data / "speech/az_chat2.flac").read_bytes()
+    text = "This is a long text that is read aloud for nobody in particular. " * 10
+    async with (
+        AsyncOpenAI(base_url=f"{server_url}/v1", api_key="none-needed") as client,
+        calling(server_url) as caller,
+    ):
+        heard = asyncio.create_task(
+            client.audio.transcriptions.create(file=("a.flac", content), model="whisper-1")
+        )
+        spoken = asyncio.create_task(
+            client.audio.speech.create(model="tts-1", voice="alloy", input=text)
+        )
+        await caller.say(
+            recording(shared_data / "speech/un_dog_or_cat.flac") + pause(1.0), pace=1.0
+        )
+        done = (await caller.until("response.done"))["response"]
+        assert done["status"] in ("completed", "incomplete")
+        (final,) = caller.of("conversation.item.input_audio_transcription.completed")
+        assert words(final["transcript"]) == DOG
+        assert words((await heard).text).startswith("yes i know that there are guide dogs")
+        assert len((await spoken).content) > 100_000
+        assert not caller.of("error")
