@@ -34,6 +34,7 @@ from app.talk_client import (
     ConnectError,
     TalkError,
     TalkResult,
+    connect_error,
     raise_unless_finished,
     realtime_url,
 )
@@ -426,4 +427,4 @@ async def _open(url: str, headers: dict[str, str]) -> ClientConnection:
             url, additional_headers=headers, compression=None, proxy=None if local else True
         )
     except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
-        raise ConnectError(f"no connection to {url.partition('?')[0]}: {error}") from error
+        raise connect_error(url.partition("?")[0], error, has_key=bool(headers)) from error

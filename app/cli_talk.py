@@ -35,7 +35,7 @@ from app.talk_client import (
     open_talk,
 )
 from app.talk_log import TalkLog, Turn
-from app.waterfall import waterfall
+from app.waterfall import early_note, waterfall
 from audio.vad import VadModel
 
 
@@ -348,7 +348,8 @@ def render(result: TalkResult, written: list[tuple[str, Path]]) -> Group:
     words.add_column(no_wrap=True, style="dim")
     words.add_column(overflow="fold")
     for turn in result.turns:
-        words.add_row("You", Text(turn.transcript or "(nothing)"))
+        unheard = "(goes on below)" if turn.is_withdrawn else "(nothing)"
+        words.add_row("You", Text(turn.transcript or unheard))
         words.add_row("Parley", _reply_text(turn))
     last = result.turns[-1]
     parts: list[Text | Table] = [words, Text()]
@@ -359,6 +360,8 @@ def render(result: TalkResult, written: list[tuple[str, Path]]) -> Group:
         if last.trace is not None
         else Text("no stages: the server sends no turn traces", style="dim")
     )
+    if note := early_note(last.trace or {}):
+        parts.append(Text(note, style="dim"))
     if (gap_ms := result.gaps_ms[-1]) is not None:
         parts.append(Text(f"silence in the recording of both sides: {gap_ms:,.0f} ms", style="dim"))
     for name, path in written:
@@ -373,7 +376,7 @@ def _reply_text(turn: Turn) -> Text:
     if turn.status == "failed":
         return Text(f"the answer failed: {turn.failure}", style="red")
     if turn.status == "cancelled":
-        text.append("  (interrupted)", style="dim")
+        text.append("  (taken back)" if turn.is_withdrawn else "  (interrupted)", style="dim")
     if turn.status == "incomplete":
         text.append("  (cut short)", style="dim")
     return text

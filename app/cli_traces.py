@@ -28,7 +28,7 @@ from app.observe.query import STAGE_NAMES, TraceFilter, period_before, period_ms
 from app.observe.store import Turn
 from app.observe.trace import OUTCOMES
 from app.trace_source import LocalTraces, RemoteTraces, TraceSource, TraceSourceError, all_turns
-from app.waterfall import STAGE_TITLES, waterfall
+from app.waterfall import STAGE_TITLES, early_note, waterfall
 
 traces_app = typer.Typer(help="Where the time of the turns went. Without a command: list them.")
 
@@ -285,6 +285,8 @@ def _show_turn(console: Console, turn: Turn) -> None:
         if turn[name]:
             console.print(Text.assemble((f"{who}: ", "dim"), turn[name]))
     console.print(waterfall(turn))
+    if note := early_note(turn):
+        console.print(Text(note, style="dim"))
     for line in _budget_lines(turn.get("budget")):
         console.print(line)
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -359,7 +359,7 @@ async def open_talk(
             proxy=None if urlsplit(url).hostname in LOCAL_HOSTS else True,
         )
     except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
-        raise _connect_error(url, error, has_key=api_key is not None) from error
+        raise connect_error(url, error, has_key=api_key is not None) from error
     client = TalkClient(connection, clock or MonotonicClock())
     try:
         await client.open_session()
@@ -368,7 +368,8 @@ async def open_talk(
         await client.close()
 
 
-def _connect_error(url: str, error: Exception, *, has_key: bool) -> ConnectError:
+def connect_error(url: str, error: Exception, *, has_key: bool) -> ConnectError:
+    """What a caller is told of a connection to ``url`` that failed."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code
         if status in (401, 403):

@@ -109,7 +109,11 @@ class RemoteTraces:
         except urllib.error.HTTPError as error:
             with error:
                 raise _refusal(error) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            known = isinstance(reason, OSError) and reason.strerror
+            raise TraceSourceError(f"cannot reach {self._url}: {known or reason}") from error
+        except ValueError as error:
             raise TraceSourceError(
                 f"{self._url} does not answer as a server should: {error}"
             ) from error

@@ -55,6 +55,16 @@ def bar_text(bar: Bar, total_ms: float, num_cells: int = BAR_CELLS) -> str:
     return cells[:num_cells].ljust(num_cells)
 
 
+def early_note(trace: Mapping[str, Any]) -> str:
+    """Why stages took no time, for who has not met answers that are begun early; "" where none is
+    needed."""
+    stages_ms: Mapping[str, float] = trace.get("stages_ms") or {}
+    thinking = [stages_ms.get(stage, 0.0) for stage in ("asr", "queue", "prefill", "decode")]
+    if stages_ms.get("endpoint", 0.0) <= 0 or any(thinking):
+        return ""
+    return "0 ms: done before it was certain that the caller had finished"
+
+
 def waterfall(trace: Mapping[str, Any]) -> Table | Text:
     """A table of the stages of a turn trace (``app.observe.trace``), the longest one standing out.
 

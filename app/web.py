@@ -23,6 +23,7 @@ from app.api.audio import audio_router
 from app.api.calls import Surroundings, add_calls
 from app.api.calls_registry import CallsRegistry
 from app.api.chat import chat_router
+from app.api.chat_request import ChatDefaults
 from app.api.client_secrets import client_secrets_router
 from app.api.http_errors import error_response
 from app.api.metrics import metrics_router
@@ -118,7 +119,8 @@ def create_app(
     _add_gauges(app, services)
     app.include_router(client_secrets_router(settings, services.tools.names))
     app.include_router(models_router(services.engine))
-    app.include_router(chat_router(services.engine))
+    defaults = ChatDefaults(settings.temperature, settings.top_p, settings.repetition_penalty)
+    app.include_router(chat_router(services.engine, defaults))
     app.include_router(audio_router(services))
     _add_realtime(app, services, make_session)
     state = app.state

@@ -401,7 +401,10 @@ class Engine:
         outputs: list[Output] = []
         ended: list[TokenSequence] = []
         accepted: dict[int, list[int]] = {}
-        for chunk, rows in rows_by_chunk(flight.plan, result, self._vocab_size, flight.keeps):
+        drawer = self._runner.drawer
+        for chunk, rows in rows_by_chunk(
+            flight.plan, result, self._vocab_size, flight.keeps, drawer
+        ):
             sequence = chunk.sequence
             request = self._requests.get(sequence.seq_id)
             if request is None:

@@ -24,7 +24,14 @@ from llm_core.messages import (
     TextDelta,
     Usage,
 )
-from llm_core.sampler import ChunkRow, FloatRow, SamplerState, sample_row, uniform
+from llm_core.sampler import (
+    ChunkRow,
+    FloatRow,
+    SamplerState,
+    TokenDrawer,
+    sample_row,
+    uniform,
+)
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.accept import accept as accept_drafts
 from llm_core.speculative.counts import SpeculationCounts
@@ -77,7 +84,7 @@ class Generation:
         token_id = row.token_id
         if token_id is None:
             assert row.logits is not None, "a token is chosen from logits"
-            token_id = self.choose(row.logits, row.maxima)
+            token_id = self.choose(row.logits, row.maxima, row.drawer)
         elif token_id < 0:
             raise LlmError("the model produced unusable logits")
         return self.accept(token_id, row.logits)
@@ -118,7 +125,12 @@ class Generation:
             return None
         return self._params, self._sampler.seed
 
-    def choose(self, row: FloatRow, maxima: FloatRow | None = None) -> int:
+    def choose(
+        self,
+        row: FloatRow,
+        maxima: FloatRow | None = None,
+        drawer: TokenDrawer | None = None,
+    ) -> int:
         """The next token; changes nothing. Raises LlmError as ``advance``."""
         return sample_row(
             row,
@@ -127,6 +139,7 @@ class Generation:
             banned=() if self._may_end else self._eos_ids,
             allowed=None if self._guide is None else self._guide.allowed(),
             maxima=maxima,
+            drawer=drawer,
         )
 
     def accept(self, token_id: int, row: FloatRow | None) -> list[GenerationEvent]:

@@ -34,6 +34,7 @@ from llm_core.messages import (
     TextDelta,
     TokenLogprob,
 )
+from llm_core.process_log import log_arguments
 
 logger = logging.getLogger("llm_core.client")
 
@@ -339,10 +340,9 @@ def _encode(command: ipc.Command) -> bytes:
 
 
 def _command_line(descriptor: int) -> list[str]:
-    level = logging.getLevelName(logger.getEffectiveLevel())
     # -P: what lies in the current directory must not be imported instead of us.
     command = [sys.executable, "-P", "-m", "llm_core.worker", "--fd", str(descriptor)]
-    return [*command, "--log-level", level]
+    return [*command, *log_arguments(logger)]
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

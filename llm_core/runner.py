@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
@@ -27,10 +28,13 @@ from llm_core.model_choice import (
     make_model,
     why_no_gpu,
 )
+from llm_core.native_decoder import NativeDecoder
+from llm_core.native_sampler import NativeSampler
 from llm_core.parallel.group import RankGroup
 from llm_core.parallel.launch import Followers, join
 from llm_core.parallel.steps import follow
 from llm_core.quant.formats import Weight
+from llm_core.sampler import TokenDrawer
 
 _BLOCK_SIZE = 16
 _DEFAULT_KV_TOKENS = 2048  # of each sequence that may run
@@ -234,6 +238,14 @@ class ModelRunner:
         self._check(batch)
         with torch.inference_mode():
             return self._model.forward(batch, self._cache)
+
+    @cached_property
+    def drawer(self) -> TokenDrawer | None:
+        """Who draws from rows with maxima; None: the sampler itself."""
+        model = self._model
+        if not isinstance(model, NativeDecoder):
+            return None
+        return NativeSampler(model.library, self.config.vocab_size)
 
     @property
     def chooses_tokens(self) -> bool:

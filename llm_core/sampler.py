@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,13 +45,24 @@ _NEVER = np.float32(-np.inf)
 _IN_PIECE = np.arange(MAXIMUM_LEN)
 
 
+class TokenDrawer(Protocol):
+    """Chooses tokens as ``sample_row`` does, sooner."""
+
+    def draw(self, row: FloatRow, maxima: FloatRow, state: SamplerState, fraction: float) -> int:
+        """The token for logits float32 [vocab], which are written to meanwhile and as they were
+        afterwards, with their ``maxima``; nothing is banned or masked. ``fraction`` is the random
+        number. -1: the logits are unusable."""
+
+
 class ChunkRow(NamedTuple):
     """A row's logits float32 [vocab] with their ``maxima`` (see ``batch.ForwardResult``) if these
-    were noted, or the token that was chosen where the logits are; -1: they were unusable."""
+    were noted, and who draws from them sooner; or the token that was chosen where the logits are;
+    -1: they were unusable."""
 
     logits: FloatRow | None = None
     maxima: FloatRow | None = None
     token_id: int | None = None
+    drawer: TokenDrawer | None = None
 
 
 _LOWEST = float(np.finfo(np.float32).min)
@@ -67,14 +78,14 @@ class SamplerState:
         self.params = params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.seed = seed & 0xFFFF_FFFF_FFFF_FFFF
-        self._counts: _Counts | None = None
-        self._seen: _Counts | None = None
+        self.counted: TokenCounts | None = None
+        self.seen: TokenCounts | None = None
         if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
-            self._counts = _Counts()
+            self.counted = TokenCounts()
         if params.repetition_penalty != 1.0:
-            self._seen = _Counts(prompt_ids)
-        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
-        self._biases = np.array(list(params.logit_bias.values()), dtype=np.float32)
+            self.seen = TokenCounts(prompt_ids)
+        self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self.biases = np.array(list(params.logit_bias.values()), dtype=np.float32)
 
     @property
     def is_greedy(self) -> bool:
@@ -84,14 +95,14 @@ class SamplerState:
     @property
     def is_plain(self) -> bool:
         """Logits are used as the model gave them: without penalties and biases."""
-        return self._seen is None and self._counts is None and not len(self._bias_ids)
+        return self.seen is None and self.counted is None and not len(self.bias_ids)
 
     def observe(self, token_id: int) -> None:
         """Counts a generated token."""
-        if self._counts is not None:
-            self._counts.add(token_id)
-        if self._seen is not None:
-            self._seen.add(token_id)
+        if self.counted is not None:
+            self.counted.add(token_id)
+        if self.seen is not None:
+            self.seen.add(token_id)
 
     def penalise(self, row: FloatRow) -> FloatRow:
         """``row`` float32 [vocab] with penalties and biases; the same array when there are none.
@@ -101,46 +112,55 @@ class SamplerState:
         if self.is_plain:
             return row
         row = row.copy()
-        if self._seen is not None:
-            ids = self._seen.ids
+        if self.seen is not None:
+            ids = self.seen.ids
             values, factor = row[ids], np.float32(self.params.repetition_penalty)
             row[ids] = np.where(values > 0, values / factor, values * factor)
-        if self._counts is not None:
-            row[self._counts.ids] -= self._counts.counts * np.float32(
+        if self.counted is not None:
+            row[self.counted.ids] -= self.counted.counts * np.float32(
                 self.params.frequency_penalty
             ) + np.float32(self.params.presence_penalty)
-        row[self._bias_ids] += self._biases
+        row[self.bias_ids] += self.biases
         return row
 
 
-class _Counts:
+class TokenCounts:
     """How often each token occurred. Small and quick to read: few tokens of a vocabulary occur."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         ids, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
-        self._ids = ids
-        self._counts = counts.astype(np.float32)
-        self._len = len(ids)
         self._index = {int(token_id): at for at, token_id in enumerate(ids)}
+        self._keep(ids, counts.astype(np.float32))
+
+    def __len__(self) -> int:
+        return len(self._index)
 
     @property
     def ids(self) -> IdRow:
-        return self._ids[: self._len]
+        """Tokens that occurred, int64 [n], in no order."""
+        return self._ids[: len(self)]
 
     @property
     def counts(self) -> FloatRow:
-        return self._counts[: self._len]
+        """Of ``ids``."""
+        return self._counts[: len(self)]
 
     def add(self, token_id: int) -> None:
-        at = self._index.setdefault(token_id, self._len)
-        if at == self._len:
+        """Counts one more."""
+        at = self._index.get(token_id)
+        if at is None:
+            at = self._index[token_id] = len(self._index)
             if at == len(self._ids):
                 grown = max(64, 2 * at)
-                self._ids = np.resize(self._ids, grown)
-                self._counts = np.resize(self._counts, grown)
+                self._keep(np.resize(self._ids, grown), np.resize(self._counts, grown))
             self._ids[at], self._counts[at] = token_id, 0.0
-            self._len += 1
         self._counts[at] += 1.0
+
+    def _keep(self, ids: IdRow, counts: FloatRow) -> None:
+        self._ids, self._counts = ids, counts
+        # Asking arrays for their address takes as long as drawing a token by it.
+        self.ids_address: int = ids.ctypes.data
+        self.counts_address: int = counts.ctypes.data
 
 
 def sample_row(
@@ -151,13 +171,21 @@ def sample_row(
     banned: Collection[int] = (),
     allowed: BoolRow | None = None,
     maxima: FloatRow | None = None,
+    drawer: TokenDrawer | None = None,
 ) -> int:
     """The token at ``position`` (its index in the sequence) from logits float32 [vocab].
 
     ``banned`` ids are never chosen; ``allowed`` (bool [vocab]) is the mask of a guide; ``maxima``
-    are ``ForwardResult.maxima`` of ``row``: they change nothing but the time. Raises LlmError when
-    the model produced no usable logits.
+    are ``ForwardResult.maxima`` of ``row``, and ``drawer`` draws with their help: they change
+    nothing but the time. Raises LlmError when the model produced no usable logits.
     """
+    is_quick = state.is_greedy and state.is_plain  # then there is only one look at the maxima
+    if drawer and maxima is not None and not (banned or allowed is not None or is_quick):
+        fraction = 0.0 if state.is_greedy else uniform(state.seed, position)
+        token_id = drawer.draw(row, maxima, state, fraction)
+        if token_id < 0:
+            raise LlmError(f"the model produced unusable logits (best value {row.max()})")
+        return token_id
     # A mask could hide a NaN.
     is_usable = not (banned or allowed is not None) or not math.isnan(row.max())
     processed = _masked(state.penalise(row), banned, allowed)

@@ -40,6 +40,7 @@ class Speculator:
         self._controller = controller
         self._max_context = max_context
         self._clock = clock
+        self._listens = True
         self._start_ns: int | None = None  # of a step in which streams go on
         self._counts = SpeculationCounts()
 
@@ -50,8 +51,8 @@ class Speculator:
 
     @property
     def wants_features(self) -> bool:
-        """The target is to give out hidden states."""
-        return self._drafter is not None and bool(self._drafter.feature_layers)
+        """The target is to give out hidden states in this step."""
+        return self._listens and self._drafter is not None and bool(self._drafter.feature_layers)
 
     def add_drafts(
         self, plan: StepPlan, scheduler: Scheduler, generations: Mapping[int, Generation]
@@ -65,10 +66,12 @@ class Speculator:
             if chunk.wants_logits and chunk.length == 1 and chunk.sequence.is_decoding
         }
         self._start_ns = self._clock() if streams else None
+        self._listens = True  # to prompts, whatever batch they will be drafted for in
         if not streams:
             return
         situation = Situation(len(streams), plan.num_rows, self._is_patient(plan, streams))
         shape = None if self._drafter is None else self._controller.shape(situation)
+        self._listens = self._controller.listens
         if shape is None and not any(generation.is_guided for generation in streams.values()):
             return
         start_ns = self._clock()

@@ -14,7 +14,7 @@ import torch
 from llm_core.attention_window import GONE, AttentionWindow
 from llm_core.batch import ForwardBatch, ForwardResult, Segment, TokenChoices
 from llm_core.block_tables import BlockTables
-from llm_core.sampler import ChunkRow
+from llm_core.sampler import ChunkRow, TokenDrawer
 from llm_core.scheduler import Chunk, StepPlan
 
 
@@ -75,13 +75,17 @@ def windowed_segments(
 
 
 def rows_by_chunk(
-    plan: StepPlan, result: ForwardResult, vocab_size: int, keeps: Sequence[int] = ()
+    plan: StepPlan,
+    result: ForwardResult,
+    vocab_size: int,
+    keeps: Sequence[int] = (),
+    drawer: TokenDrawer | None = None,
 ) -> Iterator[tuple[Chunk, list[ChunkRow]]]:
     """Each chunk with its rows of logits or tokens: none, one, or one more than drafts.
 
     Where tokens were chosen, ``keeps`` are the rows whose logits were given out instead. Of these
     only ``vocab_size`` are words: a model's vocabulary may be padded beyond the tokenizer's (and
-    then the maxima of its logits are not those of words).
+    then the maxima of its logits are not those of words). ``drawer``: who draws from rows.
     """
     logits = result.logits.numpy()
     maxima = None
@@ -91,7 +95,7 @@ def rows_by_chunk(
         maxima = result.maxima.numpy()
     if result.tokens is None:
         rows = [
-            ChunkRow(row, None if maxima is None else maxima[place])
+            ChunkRow(row, None if maxima is None else maxima[place], drawer=drawer)
             for place, row in enumerate(logits)
         ]
     else:

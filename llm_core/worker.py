@@ -53,6 +53,7 @@ from llm_core.ipc import (
 )
 from llm_core.messages import EngineConfig, PrefillResult
 from llm_core.model_hash import content_hash
+from llm_core.process_log import add_log_arguments, start_logging
 
 logger = logging.getLogger("llm_core.worker")
 
@@ -235,13 +236,9 @@ def serve(connection: socket.socket) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="LLM engine process; started by its client")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket")
-    parser.add_argument("--log-level", default="INFO", help="Python logging level")
+    add_log_arguments(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=arguments.log_level,
-        format="%(asctime)s %(levelname)s engine[%(process)d] %(name)s: %(message)s",
-    )
+    start_logging(arguments, "engine")
     # A service manager's stop reaches all processes of the service; the parent decides, and closes
     # the socket.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,8 +7,34 @@ from collections.abc import Callable, Sequence
 
 from llm_core.block_tables import BlockCopy
 from llm_core.sequence import TokenSequence
-from llm_core.speculative.drafter import ComputedRows, DraftRequest
+from llm_core.speculative.control import FixedController, Situation
+from llm_core.speculative.drafter import ComputedRows, DraftRequest, DraftShape
 from llm_core.speculative.tree import DraftTree
+
+
+class RestingController(FixedController):
+    """Rests for some steps at a time, and listens again some steps before it drafts, or only then,
+    or never stopped."""
+
+    def __init__(self, shape: DraftShape, *, seed: int, mean_steps: int = 6) -> None:
+        super().__init__(shape)
+        self._random = random.Random(seed)
+        self._mean_steps = mean_steps
+        self._left = self._deaf = 0
+        self._rests = True
+
+    def shape(self, situation: Situation) -> DraftShape | None:
+        if self._left == 0:
+            self._rests = not self._rests
+            self._left = self._random.randint(1, 2 * self._mean_steps)
+            self._deaf = self._random.randint(0, self._left) if self._rests else 0
+        self._left -= 1
+        self._deaf -= self._deaf > 0
+        return None if self._rests else super().shape(situation)
+
+    @property
+    def listens(self) -> bool:
+        return self._deaf == 0
 
 
 class GuessingDrafter:
@@ -70,8 +96,8 @@ class GuessingDrafter:
             assert row.start <= known, "no row is left out, though some may be computed again"
             assert row.start + row.length == row.sequence.computed_len
             assert row.length > 0
-            if self.feature_layers:
-                assert row.features is not None and list(row.rows) == sorted(set(row.rows))
+            if self.feature_layers and row.features is not None:
+                assert list(row.rows) == sorted(set(row.rows))
                 assert 0 <= row.rows[0] <= row.rows[-1] < len(row.features)
             self.known_len[row.sequence.seq_id] = row.start + row.length
 

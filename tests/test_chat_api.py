@@ -109,6 +109,17 @@ async def test_a_completion(tmp_path: Path) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
+async def test_without_a_temperature_the_settings_hold(tmp_path: Path) -> None:
+    engine = ScriptedEngine("Hello", "Hello")
+    settings = {"temperature": 0.4, "top_p": 0.7, "repetition_penalty": 1.2}
+    async with serving(tmp_path, engine, **settings) as client:
+        await ask(client)
+        await ask(client, temperature=1)
+    plain, hot = [(p.temperature, p.top_p, p.repetition_penalty) for p in engine.params]
+    assert plain == (0.4, 0.7, 1.2)
+    assert hot == (1.0, 1.0, 1.0)
+
+
 async def test_a_stream(tmp_path: Path) -> None:
     async with serving(tmp_path, ScriptedEngine("Hello there")) as client:
         *chunks, last = await stream(client)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.chat_request import Chat, ChatRequest, parse_chat
+from app.api.chat_request import Chat, ChatDefaults, ChatRequest, parse_chat
 from app.errors import ClientError
 from llm_core import (
     ChatMessage,
@@ -32,16 +32,32 @@ F = ToolSpec(name="f", description="does f", parameters='{"type": "object"}')
 G = ToolSpec(name="g", parameters='{"type": "object", "properties": {}}', strict=True)
 
 
+DEFAULTS = ChatDefaults(temperature=0.3, top_p=0.8, repetition_penalty=1.1)
+
+
 def parse(**fields: Any) -> Chat:
-    return parse_chat(json.dumps({"model": "parley", "messages": HI, **fields}).encode(), 1000)
+    body = json.dumps({"model": "parley", "messages": HI, **fields}).encode()
+    return parse_chat(body, 1000, DEFAULTS)
 
 
 def test_the_least_that_can_be_asked() -> None:
     chat = parse()
     assert chat.messages == [ChatMessage("user", "Hi")]
-    assert chat.params == SamplingParams(max_tokens=1000, temperature=1.0)
+    assert chat.params == SamplingParams(
+        max_tokens=1000, temperature=0.3, top_p=0.8, repetition_penalty=1.1
+    )
     assert (chat.model, chat.tools) == ("parley", ())
     assert not (chat.stream or chat.usage_at_end or chat.usage_always)
+
+
+def test_without_a_temperature_the_model_talks_as_the_operator_wants() -> None:
+    params = parse(repetition_penalty=1.0, top_p=1.0).params
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.3, 1.0, 1.0)
+
+
+def test_with_a_temperature_nothing_else_is_changed_that_was_not_named() -> None:
+    params = parse(temperature=0).params
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.0, 1.0, 1.0)
 
 
 def test_every_parameter_reaches_the_engine() -> None:
@@ -308,7 +324,7 @@ def test_what_cannot_be_served_is_named(fields: Any, param: str, message: str) -
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ClientError) as refused:
-        parse_chat(body, 1000)
+        parse_chat(body, 1000, DEFAULTS)
     assert refused.value.code == "invalid_json"
     assert len(refused.value.message) < 200
 

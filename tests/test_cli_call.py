@@ -38,6 +38,13 @@ def test_a_wrong_call_is_told_at_once(
     assert complaint in capsys.readouterr().err
 
 
+async def test_a_server_that_is_not_there_is_told_in_words(closed_port: int) -> None:
+    words = rf"^cannot reach ws://127.0.0.1:{closed_port}/.*: Connection refused$"
+    with pytest.raises(ConnectError, match=words):
+        async with open_call(f"http://127.0.0.1:{closed_port}", "twilio"):
+            pass
+
+
 async def sent_chunks(trouble: Trouble, count: int) -> list[int]:
     """The numbers of the frames that reach the server, in their order."""
     arrived: list[int] = []

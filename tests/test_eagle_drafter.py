@@ -19,6 +19,7 @@ from llm_core.speculative.drafter import DraftRequest, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.tree import DraftTree
+from tests.fake_drafter import RestingController
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, tiny_config
 from tests.test_engine import (
@@ -59,9 +60,12 @@ def make_head() -> EagleHead:
     return EagleHead(shape, head_tensors(shape), target, max_context=160)
 
 
-def drafted_anew(tokens: Text, count: int, stale: tuple[int, int] | None = None) -> list[int]:
+def drafted_anew(
+    tokens: Text, count: int, stale: tuple[int, int] | None = None, base: int = 0
+) -> list[int]:
     """A chain from pairs (features of i, token i + 1) of the whole text, in empty caches.
-    ``stale`` (place, token): the row before ``place`` was read with that token behind it."""
+    ``stale`` (place, token): the row before ``place`` was read with that token behind it. ``base``:
+    the head begins to read there."""
     runner, head = ModelRunner(CONFIG, random_weights(CONFIG)), make_head()
     runner.set_feature_layers(head.feature_layers)
     num_pairs = len(tokens) - 1
@@ -76,6 +80,7 @@ def drafted_anew(tokens: Text, count: int, stale: tuple[int, int] | None = None)
     rows, start, is_real = ids[1:].clone(), 0, True
     if stale is not None:
         rows[stale[0] - 1] = stale[1]
+    rows, states = rows[base:], states[base:]
     drafts: list[int] = []
     for _ in range(count):
         segment = Segment(table, start, len(rows))
@@ -151,9 +156,11 @@ def assert_drafts_follow(others: Sequence[Text], most: int = 14) -> int:
     return num_stale
 
 
-def said(engine: Engine, number: int, text: str, num_tokens: int) -> Text:
+def said(engine: Engine, number: int, text: str, num_tokens: int, salt: str = "") -> Text:
     """All tokens of a reply, its prompt's too."""
-    submit(engine, number, text, max_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    options = RequestOptions(cache_salt=salt)
+    engine.submit(number, user(text), params, received_ns=0, options=options)
     sequence = engine._requests[number].sequence
     list(drain(engine))
     return tuple(sequence.token_ids)
@@ -182,6 +189,37 @@ def submit_tokens(engine: Engine, number: int, tokens: Text) -> TokenSequence:
     sequence.token_ids[:] = tokens
     sequence.prompt_len, sequence.max_len = len(tokens), len(tokens) + 14
     return sequence
+
+
+def test_after_a_rest_the_head_reads_on_from_the_next_block() -> None:
+    """What was computed while drafts rested was not kept, so it does without; blocks that others
+    had before are not taken for read."""
+    engine = recording(max_sequences=2)
+    controller = RestingController(DraftShape(DEPTH, DEPTH), seed=3, mean_steps=8)
+    assert engine._speculator is not None
+    engine._speculator._controller = controller
+    plain = make_engine(ModelRunner(CONFIG, random_weights(CONFIG)), max_sequences=2)
+    drafter = engine._speculator._drafter
+    assert isinstance(drafter, Recorder)
+    num_full = num_later = 0
+    for number, text in enumerate(("hello", "tell me what the user is", "the end", "hello you")):
+        seen.clear()
+        texts = [said(e, number, text, 40, salt=str(number)) for e in (engine, plain)]
+        assert texts[0] == texts[1]
+        for tokens, tree, _ in seen:
+            if tree:
+                base = base_of(tokens, tree)
+                num_full, num_later = num_full + (base == 0), num_later + (base > 0)
+    assert num_full > 4 and num_later > 4, "both kinds are to be seen"
+    assert_nothing_left(engine)
+
+
+def base_of(tokens: Text, tree: DraftTree) -> int:
+    """The block's beginning from which the text must have been read to give these drafts."""
+    for base in range(0, len(tokens) - 1, 4):
+        if drafted_anew(tokens, len(tree), base=base) == list(tree.token_ids):
+            return base
+    raise AssertionError(f"{len(tokens)} tokens do not give these drafts")
 
 
 def test_drafts_after_preemption() -> None:

@@ -51,6 +51,7 @@ class FakeRunner:
     the prefix."""
 
     chooses_tokens = False
+    drawer = None
 
     def __init__(
         self,

@@ -32,13 +32,12 @@ from llm_core.messages import (
 )
 from llm_core.runner import ModelRunner
 from llm_core.sequence import TokenSequence
-from llm_core.speculative.control import FixedController
 from llm_core.speculative.drafter import Drafter, DraftShape
 from llm_core.speculative.eagle import EagleHead, TargetRows
 from llm_core.speculative.eagle_drafter import EagleDrafter
 from llm_core.speculative.ngram import NgramDrafter
 from tests.fake_device import make_late
-from tests.fake_drafter import GuessingDrafter
+from tests.fake_drafter import GuessingDrafter, RestingController
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, run_chunk, tiny_config
 from tests.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer
@@ -159,7 +158,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if drafter is not None and drafter != "late" and self.window is None:
             shape = DraftShape(max_drafts=6, max_depth=4, width=width)
-            self.engine.speculate(make_drafter(drafter), FixedController(shape))
+            controller = RestingController(shape, seed=prompt_budget, mean_steps=20)
+            self.engine.speculate(make_drafter(drafter), controller)
         self.engine.scheduler.prompt_budget = prompt_budget
         self.engine.scheduler.mixed_budget = mixed_budget
         self.last_id = 0

@@ -58,7 +58,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("runner", "tokenizer"),
         ("chat_template", "detokenizer"),
         ("text_pipeline",),
-        ("params_check", "tool_prompt", "tool_calls", "model_choice"),
+        ("params_check", "tool_prompt", "tool_calls", "model_choice", "native_sampler"),
         ("parallel.steps", "parallel.launch"),
         ("speculative",),
         ("sampler",),
@@ -72,7 +72,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("sequence",),
         ("config",),
         ("model_hash",),
-        ("errors", "messages", "job_options", "cpu_features"),  # leaves
+        ("errors", "messages", "job_options", "cpu_features", "process_log"),  # leaves
     ),
 }
 

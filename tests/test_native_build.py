@@ -137,7 +137,7 @@ async def test_a_server_with_a_folder_that_cannot_be_written_says_what_to_do(
     engine = await EngineClient.start(engine_config(settings, path, {"standby": "false"}))
     await engine.close()
     (line,) = [one for one in capfd.readouterr().err.splitlines() if "runs on torch" in one]
-    assert " WARNING " in line
+    assert " warning " in line
     assert f"{tmp_path}/file/native cannot be used" in line
     assert "PARLEY_NATIVE_DIR" in line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -21,6 +22,7 @@ from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import SessionConfig
 from app.conversation.warm_up import warm_up
 from app.errors import ClientError, ServiceError
+from app.logging_setup import setup_logging
 from audio.codecs import PCMU_8K
 from audio.errors import AudioError
 from llm_core import EngineDiedError
@@ -96,6 +98,24 @@ async def test_the_warm_up_turn_leaves_nothing_and_fails_loudly() -> None:
     with pytest.raises(ServiceError, match="the engine process ended"):
         await warm_up(services)
     assert asyncio.all_tasks() == tasks
+
+
+async def test_the_log_says_that_the_first_turn_was_nobodys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    services = fake_services(ScriptedEngine("Hello."), ScriptedRecognizer("noise"))
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    setup_logging(services.settings)
+    try:
+        await warm_up(services)
+        logging.getLogger("app").warning("afterwards")
+    finally:
+        root.handlers[:], level = before
+        root.setLevel(level)
+    lines = capsys.readouterr().err.splitlines()
+    assert ["session=warm-up" in line for line in lines if "turn ended" in line] == [True]
+    assert ["session=- " in line for line in lines if "afterwards" in line] == [True]
 
 
 async def test_a_failing_engine_fails_the_response_only() -> None:

@@ -218,6 +218,36 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
     assert 0 < sum(shapes) < 40
 
 
+class Watched(AutoController):
+    """Remembers in which steps it drafted, and listened."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS, cost(CPU_MS), DraftCost({1: 0.3 * MS, 3: 0.6 * MS}))
+        self.drafts: list[bool] = []
+        self.heard: list[bool] = []
+
+    def shape(self, situation: Situation) -> DraftShape | None:
+        shape = super().shape(situation)
+        self.drafts.append(shape is not None)
+        self.heard.append(self.listens)
+        return shape
+
+
+def test_what_cannot_pay_is_tried_less_and_not_listened_for() -> None:
+    """Sixteen streams, whose drafts are right as often as a single one's, which is known by then:
+    the costs foretell that trials would fail."""
+    auto = Watched()
+    World(CPU_MS, 0.3).rate(auto)
+    first = len(auto.drafts)
+    World(CPU_MS, 0.3, streams=16, draft_ms=1.2).rate(auto, steps=3000)
+    drafts, heard = auto.drafts[first:], auto.heard[first:]
+    assert 0 < sum(drafts) < 80
+    assert not any(drafts[:48]), "the first trial is left out"
+    for step, has_drafts in enumerate(drafts):
+        assert not has_drafts or all(heard[max(0, step - 60) : step + 1])
+    assert sum(heard) < 1000
+
+
 def test_what_begins_to_pay_is_noticed() -> None:
     auto = controller(CPU_MS)
     World(CPU_MS, 0.05, overhead_ms=1.0).rate(auto)

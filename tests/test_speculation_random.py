@@ -29,7 +29,7 @@ from llm_core.speculative.grow import OF_THE_TARGET
 from llm_core.speculative.medusa import MedusaHeads
 from llm_core.speculative.medusa_drafter import MedusaDrafter
 from llm_core.speculative.ngram import NgramDrafter
-from tests.fake_drafter import GuessingDrafter
+from tests.fake_drafter import GuessingDrafter, RestingController
 from tests.random_heads import head_config, head_tensors
 from tests.random_llama import random_weights, run_chunk, tiny_config
 from tests.test_engine import assert_nothing_left, make_engine, prompt_of, user
@@ -195,7 +195,8 @@ def engine_of(drafter: Drafter | None, shape: DraftShape, seed: int) -> Engine:
     engine = make_engine(runner(), max_sequences=BATCH - seed % 2)
     engine.scheduler.mixed_budget = 5 + seed % 20
     if drafter is not None:
-        engine.speculate(drafter, FixedController(shape))
+        rests = RestingController(shape, seed=seed)
+        engine.speculate(drafter, rests if seed % 3 == 1 else FixedController(shape))
     return engine
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
 
-from app.recording import Recording
+import numpy as np
+from rich.console import Console
+
+from app.cli_talk import render
+from app.recording import RATE, Recording, VoicedFrames
+from app.talk_client import CallerAudio, TalkResult
 from app.talk_log import Event, TalkLog
+from tests.fakes import EnergyVad
 
 COMMITTED_A: Event = {"type": "input_audio_buffer.committed", "item_id": "a"}
 GONE_A: Event = {"type": "conversation.item.deleted", "item_id": "a"}
@@ -35,6 +41,25 @@ def test_its_answer_is_kept_apart_from_that_to_the_whole() -> None:
     withdrawn, whole = heard.turns
     assert (withdrawn.is_withdrawn, withdrawn.heard) == (True, {})
     assert not whole.is_withdrawn and whole.awaits_response
+
+
+def test_a_person_sees_that_it_was_taken_back() -> None:
+    heard = log()
+    for event in (
+        COMMITTED_A,
+        {"type": "response.created", "response": {"id": "r"}},
+        {"type": "response.done", "response": {"id": "r", "status": "cancelled"}},
+        GONE_A,
+    ):
+        heard.feed(event, 0)
+    voiced = VoicedFrames(np.zeros(RATE, np.float32), RATE, EnergyVad())
+    audio = CallerAudio(Path("jfk.flac"), np.zeros(RATE, np.int16), voiced, 16_000)
+    result = TalkResult(audio, heard.turns, heard.recording, [], [None])
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        console.print(render(result, []))
+    assert "You     (goes on below)" in capture.get()
+    assert "(taken back)" in capture.get() and "(interrupted)" not in capture.get()
 
 
 def test_an_old_item_that_is_forgotten_withdraws_nothing() -> None:

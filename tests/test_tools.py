@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 import threading
 from pathlib import Path
@@ -183,6 +184,19 @@ def test_what_a_session_is_offered() -> None:
     assert [t.name for t in BOX.offered(some)] == ["add"]
     assert not BOX.runs_here("forecast", some)
     assert BOX.offered(SessionConfig("", tool_choice=ToolChoice("none"))) == ()
+
+
+def test_the_module_may_lie_where_the_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from app.conversation.tools import tool\n@tool\ndef here() -> str: ...\n"
+    (tmp_path / "tools_of_here.py").write_text(source)
+    (tmp_path / "json.py").write_text("raise RuntimeError('not the json that is meant')\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    assert ToolBox.load("tools_of_here").names == ("here",)
+    monkeypatch.delitem(sys.modules, "json")
+    importlib.import_module("json")  # what lies there hides nothing
 
 
 def test_tools_are_loaded_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from app.observe.trace import STAGES
-from app.waterfall import BAR_CELLS, STAGE_TITLES, Bar, bar_text, bars, waterfall
+from app.waterfall import BAR_CELLS, STAGE_TITLES, Bar, bar_text, bars, early_note, waterfall
 
 STAGES_MS = {
     "endpoint": 310.0,
@@ -74,3 +74,17 @@ def test_a_typed_turn_has_no_voice_to_voice() -> None:
 @pytest.mark.parametrize("trace", [{}, {"stages_ms": {}}, {"stages_ms": None}])
 def test_a_turn_without_audio(trace: dict[str, Any]) -> None:
     assert drawn(waterfall(trace)) == ["no stages: the turn had no audible reply"]
+
+
+def test_stages_that_took_no_time_are_explained() -> None:
+    early = STAGES_MS | dict.fromkeys(("asr", "queue", "prefill", "decode"), 0.0)
+    assert early_note({"stages_ms": early}).startswith("0 ms: done before")
+    assert early_note({"stages_ms": early | {"tts": 0.0}})
+
+
+@pytest.mark.parametrize(
+    "stages_ms",
+    [None, {}, STAGES_MS, dict.fromkeys(STAGES_MS, 0.0), STAGES_MS | {"endpoint": 0.0}],
+)
+def test_others_need_no_explanation(stages_ms: dict[str, float] | None) -> None:
+    assert early_note({"stages_ms": stages_ms}) == ""

@@ -80,7 +80,7 @@ export class WaterfallView {
     this.unit.hidden = !rows.length;
     const spoken = turn.voice_to_voice_ms !== null && turn.voice_to_voice_ms !== undefined;
     this.note.textContent = rows.length ? (spoken ? SPOKEN_NOTE : TYPED_NOTE) : SILENT_NOTE;
-    this.facts.textContent = factsLine(turn.facts ?? {});
+    this.facts.textContent = factsLine(turn.facts ?? {}, wasBegunEarly(turn.stages_ms ?? {}));
   }
 }
 
@@ -127,14 +127,27 @@ function row(title, start, ms, total, isLongest) {
 }
 
 /**
+ * All thinking was done while it was still uncertain that the caller had finished.
+ *
+ * @param {Record<string, number>} stages
+ * @returns {boolean}
+ */
+function wasBegunEarly(stages) {
+  const thinking = ["asr", "queue", "prefill", "decode"];
+  return (stages.endpoint ?? 0) > 0 && thinking.every((stage) => !stages[stage]);
+}
+
+/**
  * @param {Record<string, any>} facts
+ * @param {boolean} early
  * @returns {string}
  */
-function factsLine(facts) {
+function factsLine(facts, early) {
   const { prompt_tokens: prompt, cached_tokens: cached, completion_tokens: answer } = facts;
   const parts = [];
   if (prompt) parts.push(`${prompt} prompt tokens${cached ? `, ${cached} of them cached` : ""}`);
   if (answer) parts.push(`${answer} answer tokens`);
+  if (early) parts.push("0 ms: done before your turn was over");
   return parts.join(" · ");
 }
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.chat_output import ChatOutput, Wire
-from app.api.chat_request import Chat, parse_chat
+from app.api.chat_request import Chat, ChatDefaults, parse_chat
 from app.api.http_body import read_body
 from app.api.http_errors import error_body, error_response
 from app.api.leaving import while_connected
@@ -37,9 +37,10 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 _PRIORITY = -1
 
 
-def chat_router(engine: TalkEngine) -> APIRouter:
-    """The route. Raises (to the app's handlers) ClientError for a bad request, and UnavailableError
-    while the server ends; answers that have begun are finished."""
+def chat_router(engine: TalkEngine, defaults: ChatDefaults) -> APIRouter:
+    """The route. ``defaults`` hold for requests that name no temperature. Raises (to the app's
+    handlers) ClientError for a bad request, and UnavailableError while the server ends; answers
+    that have begun are finished."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -47,7 +48,7 @@ def chat_router(engine: TalkEngine) -> APIRouter:
         request.app.state.gatekeeper.check(request.headers)
         request.app.state.connections.check_open()
         body = await read_body(request, MAX_BODY_BYTES)
-        chat = parse_chat(body, engine.info.context_len)
+        chat = parse_chat(body, engine.info.context_len, defaults)
         check_model(chat.model, engine)
         return _Answer(engine, chat)
 

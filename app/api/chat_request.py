@@ -84,8 +84,8 @@ class ChatRequest(WireModel):
 
     model: str
     messages: Messages
-    temperature: Annotated[float, Field(ge=0.0, le=2.0), null_is(1.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), null_is(1.0)] = 1.0
+    temperature: Annotated[float | None, Field(ge=0.0, le=2.0)] = None
+    top_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
     stop: Annotated[list[str] | None, BeforeValidator(_strings)] = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -106,7 +106,7 @@ class ChatRequest(WireModel):
     # Of other servers of this API; load tools use them.
     top_k: Annotated[int, Field(ge=0), null_is(0)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0), null_is(0.0)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0), null_is(1.0)] = 1.0
+    repetition_penalty: Annotated[float | None, Field(gt=0.0, le=100.0)] = None
     min_tokens: Annotated[int, Field(ge=0), null_is(0)] = 0
     ignore_eos: Annotated[bool, null_is(default=False)] = False
     structured_outputs: StructuredOutputs | None = None
@@ -125,6 +125,23 @@ class ChatRequest(WireModel):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatDefaults:
+    """How the operator lets the model talk; it holds for requests that name no temperature.
+
+    OpenAI's own defaults (temperature 1, the whole distribution) suit models a thousand times as
+    large: small ones lose the thread. Who names a temperature knows how to sample, and gets the
+    rest as OpenAI has it: nothing cut off, nothing penalised.
+    """
+
+    temperature: float
+    top_p: float
+    repetition_penalty: float
+
+
+_OPENAI = ChatDefaults(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Chat:
     """A request as the engine takes it, and how its answer is to be given."""
 
@@ -137,7 +154,7 @@ class Chat:
     usage_always: bool
 
 
-def parse_chat(body: bytes, context_len: int) -> Chat:
+def parse_chat(body: bytes, context_len: int, defaults: ChatDefaults) -> Chat:
     """Raises ClientError, naming the parameter."""
     try:
         value = from_json(body, allow_inf_nan=False, cache_strings="none")
@@ -149,25 +166,27 @@ def parse_chat(body: bytes, context_len: int) -> Chat:
         request = ChatRequest.model_validate(value)
     except ValidationError as error:
         raise to_client_error(error) from error
-    return _to_chat(request, context_len)
+    return _to_chat(request, context_len, defaults)
 
 
-def _to_chat(request: ChatRequest, context_len: int) -> Chat:
+def _to_chat(request: ChatRequest, context_len: int, defaults: ChatDefaults) -> Chat:
     if request.stream_options is not None and not request.stream:
         raise _wrong("stream_options", "only allowed when 'stream' is true")
     if request.top_logprobs is not None and not request.logprobs:
         raise _wrong("top_logprobs", "only allowed when 'logprobs' is true")
     tools = _offered(request)
     options = request.stream_options or StreamOptions()
+    if request.temperature is not None:
+        defaults = _OPENAI
     params = SamplingParams(
         max_tokens=_max_tokens(request, context_len),
         min_tokens=request.min_tokens,
-        temperature=request.temperature,
+        temperature=_given(request.temperature, defaults.temperature),
         top_k=request.top_k,
-        top_p=request.top_p,
+        top_p=_given(request.top_p, defaults.top_p),
         min_p=request.min_p,
         seed=request.seed,
-        repetition_penalty=request.repetition_penalty,
+        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=request.frequency_penalty,
         presence_penalty=request.presence_penalty,
         logit_bias=_biases(request.logit_bias or {}),
@@ -185,6 +204,10 @@ def _to_chat(request: ChatRequest, context_len: int) -> Chat:
         usage_at_end=bool(options.include_usage),
         usage_always=bool(options.continuous_usage_stats),
     )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _max_tokens(request: ChatRequest, context_len: int) -> int:

@@ -20,9 +20,11 @@ import asyncio
 import importlib
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, overload
 
@@ -137,9 +139,13 @@ class ToolBox:
     def load(cls, place: str) -> ToolBox:
         """The tools of ``package.module``, or only ``package.module:name,name``.
 
-        Raises ConfigError when there are none.
+        The module may lie in the current directory. Raises ConfigError when there are none.
         """
         module_name, _, names = place.partition(":")
+        # An installed command does not look where it was started. Last, so that nothing which
+        # lies there takes the place of what is installed.
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # whatever somebody else's module raises

@@ -18,6 +18,7 @@ from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from app.errors import ServiceError
+from app.logging_setup import session_id
 from app.observe.store import TraceStore
 from app.observe.writer import TraceWriter
 from audio.codecs import PCM16_24K, encode
@@ -36,6 +37,7 @@ async def warm_up(services: Services) -> None:
     unseen = replace(services, traces=TraceWriter(TraceStore.in_memory(1)))
     config = SessionConfig(services.settings.instructions, turn_detection=None)
     session = Session(unseen, config, sink)
+    named = session_id.set("warm-up")  # else the first turn in the log looks like a caller's
     noise = np.random.default_rng(0).normal(0.0, 0.01, PCM16_24K.rate // 2).astype(np.float32)
     try:
         await session.append_audio(encode(noise, PCM16_24K), MonotonicClock().now_ns())
@@ -44,5 +46,6 @@ async def warm_up(services: Services) -> None:
         response = await answered
     finally:
         await session.close()
+        session_id.reset(named)
     if response.status == "failed":
         raise ServiceError(f"the first turn failed: {response.error_message}")

@@ -127,6 +127,19 @@ class DraftChoice(Structure):
     )
 
 
+class Draw(Structure):
+    """pn_draw."""
+
+    _fields_ = (
+        *((n, c_void_p) for n in ("seen", "counted", "biased", "counts", "biases")),
+        ("fraction", ctypes.c_double),
+        *((n, c_float) for n in ("repetition", "frequency", "presence")),
+        *((n, c_float) for n in ("temperature", "top_p", "min_p")),
+        *((n, c_int32) for n in ("num_seen", "num_counted", "num_biased", "top_k")),
+        *((n, c_int32) for n in ("is_greedy", "reserved")),
+    )
+
+
 class DraftBatch(Structure):
     """pn_draft_batch."""
 
@@ -179,9 +192,13 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pn_draft_session_create": (c_void_p, (c_void_p, POINTER(DraftModel))),
     "pn_draft_session_destroy": (None, (c_void_p,)),
     "pn_draft": (c_int, (c_void_p, POINTER(Cache), POINTER(DraftBatch))),
+    "pn_draw_token": (c_int64, (c_void_p, c_void_p, c_int, POINTER(Draw), c_void_p)),
     "pn_session_profile": (POINTER(c_int64), (c_void_p, c_int)),
 }
-_STRUCTURES = (Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch, DraftChoice)
+_STRUCTURES = (
+    *(Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch, DraftChoice),
+    Draw,
+)
 
 
 class Library:

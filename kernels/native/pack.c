@@ -101,7 +101,7 @@ PN_EXPORT int64_t pn_layout(int index) {
     const int64_t sizes[] = {sizeof(pn_matrix), sizeof(pn_layer), sizeof(pn_model),
                              sizeof(pn_cache), sizeof(pn_batch), sizeof(pn_epilogue),
                              sizeof(pn_draft_model), sizeof(pn_draft_batch),
-                             sizeof(pn_draft_choice)};
+                             sizeof(pn_draft_choice), sizeof(pn_draw)};
     return index >= 0 && index < (int)(sizeof sizes / sizeof *sizes) ? sizes[index] : -1;
 }
 

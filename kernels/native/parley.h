@@ -286,6 +286,17 @@ typedef struct {
     int32_t top_k, most_drafts;
 } pn_draft_choice;
 
+/* How a token is drawn from a row, by the names of llm_core/messages.SamplingParams. */
+typedef struct {
+    const int64_t *seen;    /* [num_seen] tokens whose repetition is penalised, each once */
+    const int64_t *counted; /* [num_counted] the reply's tokens, each once */
+    const int64_t *biased;  /* [num_biased] */
+    const float *counts, *biases;
+    double fraction; /* in [0, 1) */
+    float repetition, frequency, presence, temperature, top_p, min_p;
+    int32_t num_seen, num_counted, num_biased, top_k, is_greedy, reserved;
+} pn_draw;
+
 /* Rows for a head. With `choices` the last row of each segment, the only ones in output_rows, is
  * continued num_steps times: the likeliest word, or the one that the fraction draws, is the next
  * row's token, and so on. */
@@ -375,6 +386,10 @@ void pn_note_maxima(const float *logits, float *maxima, int vocab_size, int firs
                     int num_rows);
 int pn_choose_word(float *logits, int num_words, float fraction, float reach,
                    const pn_draft_choice *choice);
+float pn_measure(const float *weights, int num, float least, int is_sum);
+float pn_threshold(const float *weights, int num, float least, float needed, int is_sum);
+PN_EXPORT int64_t pn_draw_token(float *row, const float *maxima, int vocab_size, const pn_draw *draw,
+                                float *scratch);
 void pn_find_siblings(const float *weights, int num_words, int chosen, int count, int *words);
 pn_result pn_check_batch(const pn_model *m, const pn_cache *cache, const pn_batch *batch);
 pn_result pn_check_draft_batch(const pn_draft_model *m, const pn_cache *cache,

@@ -31,7 +31,7 @@ void pn_note_maxima(const float *logits, float *maxima, int vocab_size, int firs
 /* ---- drafts ------------------------------------------------------------------------------ */
 
 /* The number, or (is_sum) the sum, of weights from `least` on. */
-static float measure(const float *weights, int num, float least, int is_sum) {
+float pn_measure(const float *weights, int num, float least, int is_sum) {
     f8 total = f8_all(0);
     int j = 0;
     for (; j + PN_TILE <= num; j += PN_TILE) {
@@ -46,12 +46,12 @@ static float measure(const float *weights, int num, float least, int is_sum) {
 
 /* The largest weight such that those from it on measure `needed`; `least` if none does. Weights are
  * in (0, 1], where numbers compare as their bits do. */
-static float threshold(const float *weights, int num, float least, float needed, int is_sum) {
+float pn_threshold(const float *weights, int num, float least, float needed, int is_sum) {
     union { float value; uint32_t bits; } low = {.value = least}, high = {.value = 1.0f}, at;
-    if (measure(weights, num, 1.0f, is_sum) >= needed) return 1.0f;
+    if (pn_measure(weights, num, 1.0f, is_sum) >= needed) return 1.0f;
     while (low.bits + 1 < high.bits) { /* low measures enough, or is where to stop; high does not */
         at.bits = low.bits + (high.bits - low.bits) / 2;
-        if (measure(weights, num, at.value, is_sum) >= needed) low = at; else high = at;
+        if (pn_measure(weights, num, at.value, is_sum) >= needed) low = at; else high = at;
     }
     return low.value;
 }
@@ -70,11 +70,11 @@ static void odds_of_draws(float *weights, int num, const pn_draft_choice *choice
                           float reach) {
     float least = 0.0f, passed = 0.0f, bounds[2][PN_TILE];
     if (choice->top_k > 0 && choice->top_k < num)
-        least = threshold(weights, num, least, (float)choice->top_k, 0);
+        least = pn_threshold(weights, num, least, (float)choice->top_k, 0);
     if (choice->top_p < 1.0f)
-        least = threshold(weights, num, least, choice->top_p * measure(weights, num, least, 1), 1);
+        least = pn_threshold(weights, num, least, choice->top_p * pn_measure(weights, num, least, 1), 1);
     if (least < choice->min_p) least = choice->min_p;
-    float scale = 1.0f / measure(weights, num, least, 1);
+    float scale = 1.0f / pn_measure(weights, num, least, 1);
     f8 limits = passed_by((f8){0.0f, 1.0f}, fraction, reach);
     float near = (1.0f - PN_ANYHOW) / (limits[1] - limits[0]);
     for (int j = 0; j < num; j += PN_TILE) {

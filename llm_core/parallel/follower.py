@@ -18,6 +18,7 @@ import msgspec
 
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig
+from llm_core.process_log import add_log_arguments, start_logging
 from llm_core.runner import ModelRunner
 
 logger = logging.getLogger("llm_core.parallel")
@@ -27,13 +28,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="one rank of a model; started by the engine")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where the ranks meet")
-    parser.add_argument("--log-level", default="INFO", help="Python logging level")
+    add_log_arguments(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=arguments.log_level,
-        format=f"%(asctime)s %(levelname)s rank{arguments.rank}[%(process)d] %(name)s: %(message)s",
-    )
+    start_logging(arguments, f"rank{arguments.rank}")
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, by ending
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)

@@ -21,6 +21,7 @@ from kernels.gpu import is_interpreted
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig
 from llm_core.parallel.group import RankGroup
+from llm_core.process_log import log_arguments
 
 logger = logging.getLogger("llm_core.parallel")
 
@@ -102,14 +103,13 @@ class Followers:
 
 
 def _start(config: EngineConfig, rank: int, folder: str) -> subprocess.Popen[bytes]:
-    level = logging.getLevelName(logger.getEffectiveLevel())
     command = [sys.executable, "-P", "-m", "llm_core.parallel.follower", "--rank", str(rank)]
     environment = dict(os.environ)
     ours = str(Path(__file__).resolve().parent.parent.parent)
     others = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ours}{os.pathsep}{others}" if others else ours
     process = subprocess.Popen(
-        [*command, "--folder", folder, "--log-level", level],
+        [*command, "--folder", folder, *log_arguments(logger)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env=environment,

@@ -26,6 +26,10 @@ class Controller(Protocol):
     def shape(self, situation: Situation) -> DraftShape | None:
         """How far to draft for each stream; None: not in this step."""
 
+    @property
+    def listens(self) -> bool:
+        """Whether hidden states that the target computes now may soon be drafted from."""
+
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
         """What of the trees, one a stream, is to be verified."""
 
@@ -51,6 +55,10 @@ class FixedController:
 
     def shape(self, situation: Situation) -> DraftShape | None:
         return self._shape
+
+    @property
+    def listens(self) -> bool:
+        return True
 
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
         return [tree.best(self._shape.max_drafts) for tree in trees]

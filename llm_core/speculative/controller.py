@@ -31,6 +31,9 @@ _FLAT = 1.15  # a tree of 8 rows more costs less than this: rows are free here, 
 _PLAIN, _DRAFTED, _FORCED, _READ = range(4)  # kinds of steps
 _SIBLING_STREAMS = 4  # with more, other streams' first drafts are worth more than second words
 _SHAPE_STEPS = 8  # a shape is kept for so many: working it out takes a hundredth of a step
+_FORESEEN = 32  # drafts after which something can be said of those of other batches
+_LISTENS_BEFORE = 64  # steps: about as long as a reply, whose beginning drafts need too
+_DEAF_AFTER = 32  # steps of rest
 _HOPED = 0.9  # of drafts are right at best: where even that gains nothing, none are tried
 
 
@@ -48,6 +51,7 @@ class AutoController:
         self._kind = _PLAIN
         self._expected_ns = 1.0  # of a step without drafts
         self._tokens = 1.0  # of a stream
+        self._num_deaf = 0  # steps on end in which nobody was about to draft
         self._shapes: dict[tuple[int, int], DraftShape | None] = {}  # by streams and rows
         self._shape_steps = 0  # for which these were kept
 
@@ -57,8 +61,11 @@ class AutoController:
         self._expected_ns = self._cost.ns(situation.num_rows)
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
-        if not self._record.wants_drafts():
+        if not self._record.wants_drafts(lambda: self._outlook(situation)):
+            is_deaf = self._record.num_resting > _LISTENS_BEFORE
+            self._num_deaf = self._num_deaf + 1 if is_deaf else 0
             return None
+        self._num_deaf = 0
         self._shape_steps += 1
         if self._shape_steps > _SHAPE_STEPS:
             self._shape_steps = 0
@@ -67,6 +74,12 @@ class AutoController:
         if key not in self._shapes:
             self._shapes[key] = self._best_shape(situation)
         return self._shapes[key]
+
+    @property
+    def listens(self) -> bool:
+        """Not where drafts rest for long: keeping hidden states takes a hundredth of a step. Where
+        batches grow and shrink, a moment's rest would leave holes in what a head has read."""
+        return self._num_deaf <= _DEAF_AFTER
 
     def _best_shape(self, situation: Situation) -> DraftShape | None:
         """By what is known now; None where no drafts can pay."""
@@ -90,6 +103,8 @@ class AutoController:
 
     def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
         """The drafts that are worth their rows."""
+        for tree in trees:
+            self._truth.proposed(tree.probabilities[0] if tree else None)
         paths = [self._paths(tree) for tree in trees]
         drafts = sorted(
             (-p, index, i) for index, path in enumerate(paths) for i, p in enumerate(path)
@@ -186,6 +201,27 @@ class AutoController:
             took_ns = self._cost.ns(rows + depth * streams) + first_ns + (depth - 1) * step_ns
             if tokens / took_ns > best_rate:
                 best, best_rate = depth, tokens / took_ns
+        return best
+
+    def _outlook(self, situation: Situation) -> float:
+        """What drafts would gain in such a step, by how sure and how right they are elsewhere: with
+        chains for all streams, or with one draft for those streams whose drafts are surest."""
+        rows, streams = situation.num_rows, situation.num_streams
+        is_known = self._truth.num_proposed >= _FORESEEN
+        path, later = (self._truth.first, self._truth.later) if is_known else (_HOPED, _HOPED)
+        first_ns, step_ns = self._draft_ns(streams)
+        now_ns = self._cost.ns(rows)
+        plain_ns = now_ns * (self._record.plain_time.value or 1.0)  # with what is no row's
+        tokens, best = 1.0, 0.0
+        for depth in range(1, self._limits.max_depth + 1):
+            tokens += path
+            path *= later
+            more_ns = self._cost.ns(rows + depth * streams) - now_ns
+            took_ns = plain_ns + more_ns + first_ns + (depth - 1) * step_ns
+            best = max(best, tokens * plain_ns / took_ns)
+        for share, right in self._truth.surest() if is_known else ():
+            more_ns = self._cost.ns(rows + math.ceil(share * streams)) - now_ns
+            best = max(best, (1.0 + right) * plain_ns / (plain_ns + more_ns + first_ns))
         return best
 
     def _could_pay(self, situation: Situation) -> bool:

@@ -60,9 +60,10 @@ class ComputedRows(msgspec.Struct):
     """Positions [start, start + length) of ``sequence`` were computed by the target and are final;
     what follows them is in ``sequence.token_ids``, which may be one token longer.
 
-    ``features`` float32 [T, K * hidden_size], if the drafter asked for them, are those of the whole
-    step: ``rows`` are these positions' own, ascending. Cutting them out for every stream would cost
-    a hundredth of a step with 16 of them, for a drafter that mostly keeps them for later.
+    ``features`` float32 [T, K * hidden_size] are the whole step's, and ``rows`` these positions'
+    own, ascending. Cutting them out for every stream would cost a hundredth of a step with 16 of
+    them, for a drafter that mostly keeps them for later. None where the drafter asked for none, or
+    drafts rest (``Controller.listens``).
     """
 
     sequence: TokenSequence

@@ -5,9 +5,9 @@ share, copy or keep for later they share, copy and keep for the head too. ``_Fil
 each block has them. A row needs the token after it, so the last position of a shared prefix was
 computed with the token that followed there: one position in a text, and only drafts depend on it.
 
-Where the beginning of a text was never read (the target took it from the prefix cache, the head was
-not there), the head reads on from the next block and does without what lies before; RoPE knows
-distances only.
+Where the beginning of a text was never read (the target took it from the prefix cache, or computed
+it where drafts rest), the head reads on from the next block and does without what lies before; RoPE
+knows distances only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm_core.speculative.tree import EMPTY, DraftTree
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
 _MAX_WAITING = 4096  # features of so many rows are kept for a sequence that is not drafted for
 _MAX_HOLE = 2  # positions that were computed for another continuation are taken as they are
-_FEW_WAITING = 32  # what a sequence that is drafted for leaves unread at its end, at most
+_FEW_WAITING = 8  # what a sequence that is drafted for leaves unread at its end, at most
 _LARGEST_SHARED = 64  # rows of a step that sequences keep together until they are read
 _MOST_SHARED = 64  # such steps kept by one sequence; then its rows are cut out
 _KEPT_SHARE = 8  # of larger steps all is kept by those that have such a part of it
@@ -50,12 +50,12 @@ class _Filled:
 
     def cut(self, block_ids: Sequence[int], start: int, end: int) -> None:
         """Positions from ``start`` on are others now."""
-        size, lens = self._size, self._lens
-        for index in range(start // size, (end - 1) // size + 1):
-            inside = max(0, start - index * size)
+        first, inside = divmod(start, self._size)
+        for index in range(first, (end - 1) // self._size + 1):
             block = block_ids[index]
-            if lens[block] > inside:
-                lens[block] = inside
+            if self._lens[block] > inside:
+                self._lens[block] = inside
+            inside = 0
 
     def fill(self, block_ids: Sequence[int], start: int, end: int) -> None:
         """Positions [start, end) were computed, and those of the same block before them."""
@@ -89,7 +89,8 @@ class _Reading:
 
     def add(self, features: torch.Tensor, rows: Sequence[int]) -> None:
         """Rows of a step. Cut out later, if at all: most are never read where drafts rest."""
-        if len(features) > _LARGEST_SHARED and len(rows) * _KEPT_SHARE < len(features):
+        num_rows = features.shape[0]
+        if num_rows > _LARGEST_SHARED and len(rows) * _KEPT_SHARE < num_rows:
             self._cut_out()
             self._parts.append((cut_out(features, rows).clone(), range(len(rows))))
             self._num_own += 1
@@ -161,6 +162,7 @@ class EagleDrafter:
         self._cache = head.make_cache(num_blocks + max_sequences * self._num_scratch, block_size)
         self._filled = _Filled(num_blocks, block_size)
         self._readings: dict[int, _Reading] = {}
+        self._unread: set[int] = set()  # sequences whose last rows were not kept
         self._target_ids: list[int] = head.target_ids.tolist()
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
@@ -171,8 +173,12 @@ class EagleDrafter:
 
     def observe(self, rows: Sequence[ComputedRows]) -> None:
         for row in rows:
-            assert row.features is not None, "features were asked for"
-            self._observe(row.sequence, row.start, row.rows, row.features)
+            if row.features is not None:
+                self._observe(row.sequence, row.start, row.rows, row.features)
+            else:
+                self._readings.pop(row.sequence.seq_id, None)
+                self._unread.add(row.sequence.seq_id)
+                self._filled.cut(row.sequence.block_ids, row.start, row.start + row.length)
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         reading = self._readings.get(sequence.seq_id)
@@ -185,6 +191,7 @@ class EagleDrafter:
         Where drafts do not pay all of a text is left, and reading it would take the time that not
         drafting saves (5% of it with 16 streams): whoever goes on there does without.
         """
+        self._unread.discard(sequence.seq_id)
         reading = self._readings.pop(sequence.seq_id, None)
         if reading is not None and sequence.block_ids and reading.num_waiting <= _FEW_WAITING:
             self._read_all(sequence, reading)
@@ -252,8 +259,11 @@ class EagleDrafter:
             self._read_all(sequence, reading)
 
     def _open(self, sequence: TokenSequence, start: int) -> _Reading:
-        """A sequence whose first ``start`` positions came from the prefix cache."""
-        if start - self._filled.leading(sequence.block_ids, start) <= _MAX_HOLE:
+        """A sequence whose first ``start`` positions came from the prefix cache, or were computed
+        while drafts rested."""
+        hole = 0 if sequence.seq_id in self._unread else _MAX_HOLE
+        self._unread.discard(sequence.seq_id)
+        if start - self._filled.leading(sequence.block_ids, start) <= hole:
             return _Reading(0, start)
         base = -(-start // self._block_size) * self._block_size
         return _Reading(base, base)

@@ -82,8 +82,9 @@ class MedusaDrafter:
 
     def observe(self, rows: Sequence[ComputedRows]) -> None:
         for row in rows:
-            assert row.features is not None, "features were asked for"
-            if row.sequence.generates:
+            if row.features is None:
+                self.close(row.sequence)
+            elif row.sequence.generates:
                 end = row.start + row.length
                 self._last[row.sequence.seq_id] = end, row.features[row.rows[-1]].clone()
 

@@ -7,6 +7,7 @@ many streams can be compared, and not every number of streams has to be tried.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _LONGEST_MEMORY = 64  # steps; the newest then weighs one part of it
@@ -16,6 +17,7 @@ _LEAST_PLAIN = 4  # steps without drafts before any is drafted for, and between 
 # Fewer would often be wrong, and a pause is dear: what drafts gain differs from reply to reply, and
 # four steps of 1.18 times plain decoding look like less than 1 every fourth time.
 _TRIAL_STEPS = 8
+_LEAST_OUTLOOK = 1.0  # where less is foreseen, every other trial is left out
 _HOPELESS = 0.85  # less than that after half of a trial: it is over
 _LEAST_GAIN = 0.98  # a little less is more likely noise than a loss, and a pause costs more
 _PROBE_EVERY = 48  # steps with drafts; then one without
@@ -42,7 +44,9 @@ class Record:
     """Decides from both kinds of steps whether the next one is to have drafts.
 
     Steps with drafts are interrupted by one without now and then, and where they do not pay they
-    are tried again for some steps, after pauses that double as long as they fail.
+    are tried again for some steps, after pauses that double as long as they fail. Trials that look
+    like failures before they begin are left out, but never two of them one after another: what is
+    foreseen can be wrong.
     """
 
     def __init__(self) -> None:
@@ -51,6 +55,7 @@ class Record:
         self.tokens = Mean()
         self.draft_scale = Mean()  # drafting beside what was measured at the start
         self._left = _TRIAL_STEPS  # of a trial
+        self._leaves_out = False  # the last trial, for what was foreseen
         self._paused = 0  # steps still to go without drafts
         self._next_pause = _FIRST_PAUSE
         self._since_plain = 0
@@ -69,10 +74,12 @@ class Record:
             return 1.0
         return max(1.0, self.gain()) / self.plain_time.value
 
-    def wants_drafts(self) -> bool:
-        """Asked once for each step that could have some."""
+    def wants_drafts(self, outlook: Callable[[], float]) -> bool:
+        """Asked once for each step that could have some. ``outlook``: what they would gain, by
+        what is known elsewhere."""
         if self.plain_time.num_seen < _LEAST_PLAIN:
-            return self.drafted_time.num_seen < self.plain_time.num_seen
+            is_due = self.drafted_time.num_seen < self.plain_time.num_seen
+            return is_due and outlook() >= _LEAST_OUTLOOK
         if self._paused > 0:
             self._paused -= 1
             if self._paused > 0:
@@ -80,15 +87,16 @@ class Record:
             self._left = _TRIAL_STEPS
             for mean in (self.drafted_time, self.tokens):
                 mean.num_seen = min(mean.num_seen, _TRIAL_MEMORY)
+        if self._left == _TRIAL_STEPS:
+            self._leaves_out = not self._leaves_out and outlook() < _LEAST_OUTLOOK
+            if self._leaves_out:
+                self._rest()
+                return False
         if self._left > 0 and not self._is_hopeless():
             self._left -= 1
             return True
         if self.gain() < _LEAST_GAIN:
-            self._left = 0
-            lost_steps = round(self._lost / self.plain_time.value / _TRIAL_SHARE)
-            self._paused = min(max(self._next_pause, lost_steps), _LONGEST_PAUSE)
-            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
-            self._lost = 0.0
+            self._rest()
             return False
         self._next_pause, self._lost = _FIRST_PAUSE, 0.0
         self._since_plain += 1
@@ -96,6 +104,17 @@ class Record:
             self._since_plain = 0
             return False
         return True
+
+    @property
+    def num_resting(self) -> int:
+        """Steps until drafts are tried again."""
+        return self._paused
+
+    def _rest(self) -> None:
+        lost_steps = round(self._lost / self.plain_time.value / _TRIAL_SHARE)
+        self._paused = min(max(self._next_pause, lost_steps), _LONGEST_PAUSE)
+        self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+        self._left, self._lost = 0, 0.0
 
     def _is_hopeless(self) -> bool:
         return self._left <= _TRIAL_STEPS // 2 and self.gain() < _HOPELESS

@@ -6,6 +6,8 @@ came true corrects both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 _NUM_BUCKETS = 10  # of probabilities that the drafter gives
 _PRIOR = 6.0  # verified drafts after which what came true counts as much as what was said
 _FORGET = 0.995
@@ -20,6 +22,27 @@ class Truth:
         self._all = [_PRIOR] * _NUM_BUCKETS
         self._right_after = self._all_after = 0.0
         self._right_first = self._all_first = 0.0
+        self._proposed = [0.0] * (_NUM_BUCKETS + 1)  # the last: nothing was
+        self.num_proposed = 0
+
+    def proposed(self, said: float | None) -> None:
+        """What was said of a sequence's likeliest first draft, verified or not; None: it had
+        none."""
+        self.num_proposed += 1
+        for bucket in range(len(self._proposed)):
+            self._proposed[bucket] *= _FORGET
+        self._proposed[_NUM_BUCKETS if said is None else self._bucket(said)] += 1
+
+    def surest(self) -> Iterator[tuple[float, float]]:
+        """The surest first drafts, more and more of them: which share of all sequences they are,
+        and how many of a sequence's are right."""
+        total = max(1.0, sum(self._proposed))
+        share = right = 0.0
+        for bucket in range(_NUM_BUCKETS - 1, -1, -1):
+            part = self._proposed[bucket] / total
+            share += part
+            right += part * self.corrected((bucket + 0.5) / _NUM_BUCKETS)
+            yield share, right
 
     def observe(
         self, said: float, *, is_right: bool, depth: int = 1, is_sibling: bool = False

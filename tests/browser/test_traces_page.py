@@ -224,6 +224,9 @@ async def test_everything_has_a_name_for_those_who_cannot_see_it(
         ):
             found = page.get_by_role(role, name=name, exact=False)  # type: ignore[arg-type]
             assert await found.count() >= 1, (role, name)
+        here = page.locator("nav [aria-current=page]")
+        await expect(here).to_have_text("Traces")
+        await expect(page.locator("nav a")).to_have_text(["Talk", "Traces"])
         chart = page.locator("#trend svg")
         assert "highest p95" in (await chart.get_attribute("aria-label") or "")
         await expect(page.locator("#announcer")).to_have_text(

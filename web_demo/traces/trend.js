@@ -104,7 +104,8 @@ function drawLine(drawing, buckets, name, bucketMs, x, y) {
  * @param {(value: number) => number} y
  */
 function drawNames(drawing, newest, y) {
-  const ends = LINES.map((name) => ({ name, at: y(wait(newest, name)) + 4 }));
+  // From the lowest line up; among equals that is the order of the percentiles.
+  const ends = [...LINES].reverse().map((name) => ({ name, at: y(wait(newest, name)) + 4 }));
   ends.sort((one, other) => other.at - one.at);
   let below = Infinity;
   for (const { name, at } of ends) {
