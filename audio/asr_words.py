@@ -5,9 +5,8 @@ gives each token a time (faster-whisper's ``find_alignment``, by dynamic time wa
 tokens of their own and are given the silence behind a word, so a word ends before its mark; what is
 left of silence at a word's edges, as before the first one, is found by the voice detector.
 
-With tiny.en it takes 7 % of the time that the transcript took (median of 24 recordings). Of 64
-synthesised words with 0.12 to 0.5 s of silence between them the beginnings were off by 31 ms, the
-ends by 35 ms (medians; 90 %: 100 and 56 ms).
+With tiny.en it takes 7 % of the time that the transcript took; beginnings are off by 30 to 50 ms,
+ends by 30 to 100 ms, the more so inside a sentence (bench/word_times.py).
 """
 
 from __future__ import annotations
