@@ -18,6 +18,8 @@ import pytest
 import soundfile
 
 from app.api import http_body, speech
+from app.api.http_errors import error_response
+from app.conversation.recognition import BusyRecognizerError
 from app.server import create_app, listening
 from audio.asr import Transcript
 from audio.errors import ModelError, NotWantedError
@@ -159,6 +161,11 @@ async def test_a_stream_of_pieces(tmp_path: Path) -> None:
     ]
     assert "".join(event["delta"] for event in events[:2]) == events[2]["text"] == "One. Three."
     assert events[2]["usage"]["seconds"] == 20
+
+
+def test_a_recogniser_with_too_many_before_it_says_when_to_come_again() -> None:
+    response = error_response(BusyRecognizerError("64 turns wait already"))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
 async def test_a_recogniser_that_fails(tmp_path: Path) -> None:
