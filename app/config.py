@@ -282,6 +282,15 @@ class Settings(BaseSettings):
         ge=64 * 1024,
         description="a larger message closes the connection; the API allows 15 MiB of audio",
     )
+    max_audio_requests: int = Field(
+        default=4, ge=1, description="files and texts at once at /v1/audio; more come again"
+    )
+    max_file_mb: float = Field(
+        default=25.0, gt=0.0, le=1024.0, description="of a file to be transcribed"
+    )
+    max_file_s: float = Field(
+        default=1800.0, gt=0.0, le=36_000.0, description="and how long it may last: 64 kB a second"
+    )
     max_session_s: float = Field(default=3600.0, ge=1.0, description="a session ends after so long")
     drain_timeout_s: float = Field(
         default=10.0, ge=0.0, description="how long turns may run on when the server is stopped"

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import app as app_package
+from app.api.audio import audio_router
 from app.api.calls import Surroundings, add_calls
 from app.api.calls_registry import CallsRegistry
 from app.api.chat import chat_router
@@ -120,6 +121,7 @@ def create_app(
     app.include_router(models_router(services.engine))
     defaults = ChatDefaults(settings.temperature, settings.top_p, settings.repetition_penalty)
     app.include_router(chat_router(services.engine, defaults))
+    app.include_router(audio_router(services))
     _add_realtime(app, services, make_session)
     state = app.state
     add_calls(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,8 @@ from audio.asr_guard import (
     words_of,
 )
 from audio.asr_split import Piece
-from audio.errors import AudioFormatError
+from audio.asr_words import HeardPart, WordTime, words_in
+from audio.errors import AudioFormatError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 from audio.vad import VadModel
 
@@ -57,9 +58,8 @@ class Transcript:
     that was encoded in all runs together, ``num_fallbacks`` the number of runs beyond the first of
     each piece, ``took_ms`` the wall time of the call, ``end_marks`` what the model expects behind
     the last word, ``tail`` what its encoder makes of the last second (asr_tail), ``end_odds`` what
-    the fitted rule makes of that (asr_end_rule; None: not known). Without voice the model is not
-    asked: ``encoder_frames`` 0,
-    ``no_speech_prob`` 1.
+    the fitted rule makes of that (asr_end_rule; None: not known), ``parts`` where the text was
+    heard. Without voice the model is not asked: ``encoder_frames`` 0, ``no_speech_prob`` 1.
     """
 
     text: str
@@ -73,6 +73,7 @@ class Transcript:
     end_marks: EndMarks | None = None
     tail: Samples | None = None
     end_odds: float | None = None
+    parts: tuple[HeardPart, ...] = field(default=(), repr=False)
 
 
 @dataclass(slots=True)
@@ -82,6 +83,8 @@ class _Job:
     language: str | None
     prompt: str | None
     is_wanted: Callable[[], bool]
+    keeps_sound: bool
+    is_brief: bool
     num_runs: int = 0
     num_pieces: int = 0
     encoder_frames: int = 0
@@ -115,15 +118,20 @@ class Recognizer:
         *,
         prompt: str | None = None,
         language: str | None = None,
+        keeps_sound: bool = False,
+        is_brief: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         """Text of the speech in ``samples`` float32 [n] at 16 kHz, of any length.
 
         ``prompt`` is earlier text or vocabulary that the speech may continue or contain; one that
         repeats itself is ignored, since it would make the model do so too. ``language`` overrides
-        the default. ``is_wanted`` is asked now and then, from this thread: work that nobody waits
-        for is given up. Raises AudioFormatError for samples that are not finite mono audio,
-        AudioError for an unknown language, NotWantedError, and ModelError when the runtime fails.
+        the default. ``keeps_sound``: the transcript holds what ``locate`` needs to be fast (for
+        tiny.en 77 kB a second, 0.8 MB at least). ``is_brief``: others wait, so that nothing is
+        decoded thoroughly, which cannot be given up and takes seconds. ``is_wanted`` is asked now
+        and then, from this thread: work that nobody waits for is given up. Raises AudioFormatError
+        for samples that are not finite mono audio, AudioError for an unknown language,
+        NotWantedError, and ModelError when the runtime fails.
         """
         started_ns = time.monotonic_ns()
         if samples.ndim != 1 or not np.isfinite(samples).all():
@@ -133,6 +141,8 @@ class Recognizer:
             language=self.language if language is None else self._decoder.check_language(language),
             prompt=_usable_prompt(prompt),
             is_wanted=is_wanted,
+            keeps_sound=keeps_sound,
+            is_brief=is_brief,
         )
         whole = Piece(audio, self._vad.probabilities(audio)).trimmed()
         heard = [
@@ -153,7 +163,24 @@ class Recognizer:
             end_marks=joined.end_marks,
             tail=joined.tail,
             end_odds=self._end_odds(joined.tail, whole),
+            parts=joined.parts,
         )
+
+    def locate(
+        self, transcript: Transcript, *, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[WordTime, ...]:
+        """When each word of ``transcript``, one of this recogniser's, was said: in order, none
+        before the one before it has ended, in seconds of its audio.
+
+        Raises NotWantedError, and ModelError when the runtime fails.
+        """
+        words: list[WordTime] = []
+        for part in transcript.parts:
+            if not is_wanted():
+                raise NotWantedError("nobody waits for these words any more")
+            spans = self._decoder.align(part.piece.samples, part.sound, part.text, part.language)
+            words += words_in(part, spans)
+        return tuple(words)
 
     def _end_odds(self, tail: Samples | None, heard: Piece) -> float | None:
         rule = self._end_rule
@@ -175,15 +202,27 @@ class Recognizer:
         if fault is not None and best.encoder_frames < _LONG_FRAMES:
             again = self._decode(features, _LONG_FRAMES, job)
             if _agree(best, again, voice):
-                return again
+                return _placed(again, piece, job)
             best = better(again, best, voice)
             fault = find_fault(best, voice)
         if fault is None:
-            return best
+            return _placed(best, piece, job)
         if fault is Fault.LOOP and piece.duration_s >= _MIN_SPLIT_S:
             return self._recognise_halves(piece, job, _MAX_SPLITS)
+        if job.is_brief:
+            return self._heard_briefly(piece, best, fault, voice, job)
         best = better(self._decode_thoroughly(piece.samples, job), best, voice)
-        return best if is_speech(best, voice) else None
+        return _placed(best, piece, job) if is_speech(best, voice) else None
+
+    def _heard_briefly(
+        self, piece: Piece, best: Decoding, fault: Fault, voice: Voice, job: _Job
+    ) -> Decoding | None:
+        """What is believed where ``best`` has a fault and there is no time for a thorough run."""
+        if fault is Fault.TOO_LITTLE and piece.duration_s >= _MIN_SPLIT_S:
+            halves = self._recognise_halves(piece, job, 1)  # it has stopped at a pause
+            if halves is not None and halves.num_tokens > best.num_tokens:
+                return halves
+        return _placed(best, piece, job) if is_speech(best, voice) else None
 
     def _recognise_halves(self, piece: Piece, job: _Job, num_splits: int) -> Decoding | None:
         """As above for audio whose text loops: it rarely does in shorter pieces."""
@@ -202,7 +241,7 @@ class Recognizer:
             if is_loop:
                 decoding = better(self._decode(features, _LONG_FRAMES, job), decoding, voice)
             if is_speech(decoding, voice):
-                heard.append(decoding)
+                heard.append(_placed(decoding, half, job))
         return _join(heard) if heard else None
 
     def _decode_thoroughly(self, samples: Samples, job: _Job) -> Decoding:
@@ -218,6 +257,14 @@ class Recognizer:
             features, num_frames, job.language, job.prompt, job.is_wanted
         )
         return decoding
+
+
+def _placed(decoding: Decoding, piece: Piece, job: _Job) -> Decoding:
+    """``decoding`` with the place where it was heard; what it was decoded from is let go."""
+    assert job.language is not None, "known since the first run"
+    sound = decoding.sound if job.keeps_sound else None
+    part = HeardPart(piece, decoding.text, job.language, sound)
+    return replace(decoding, sound=None, parts=(part,))
 
 
 def _short_frames(content_frames: int) -> int:
@@ -256,6 +303,7 @@ def _join(parts: Sequence[Decoding]) -> Decoding:
         was_capped=any(part.was_capped for part in parts),
         end_marks=parts[-1].end_marks if parts else None,
         tail=parts[-1].tail if parts else None,
+        parts=tuple(place for part in parts for place in part.parts),
     )
 
 

@@ -22,6 +22,7 @@ from faster_whisper.tokenizer import Tokenizer
 
 from audio.asr_guard import Decoding, EndMarks
 from audio.asr_tail import tail_of
+from audio.asr_words import Sound, Span
 from audio.errors import AudioError, ModelError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 
@@ -31,6 +32,8 @@ FRAMES_PER_S = 100
 _REQUIRED_FILES = ("model.bin", "config.json", "tokenizer.json")
 _MAX_TOKENS_PER_S = 10
 _SPARE_TOKENS = 16
+# The filter over the attention is seven outputs (140 ms) wide.
+_MIN_ALIGNED_FRAMES = 50
 _TEMPERATURES = [0.0, 0.4, 0.8]
 _MARKS = (".", "?", "!", ",", "...")
 _LEAST_PROBABILITY = 1e-9
@@ -97,12 +100,11 @@ class WhisperDecoder:
         says no, ModelError when the runtime fails.
         """
         content_s = min(features.shape[1], num_frames) / FRAMES_PER_S
-        padded = np.zeros((features.shape[0], num_frames), dtype=np.float32)
-        padded[:, : features.shape[1]] = features[:, :num_frames]
         try:
             _check_wanted(is_wanted)
-            encoded = self._whisper.encode(padded)
-            tail = tail_of(np.asarray(encoded)[0], min(features.shape[1], num_frames))
+            sound = self._encode(features, num_frames)
+            encoded = sound.outputs
+            tail = tail_of(np.asarray(encoded)[0], sound.num_frames)
             _check_wanted(is_wanted)
             if language is None:
                 language = str(self._whisper.model.detect_language(encoded)[0][0][0])[2:-2]
@@ -135,8 +137,35 @@ class WhisperDecoder:
             was_capped=len(tokens) >= max_tokens,
             end_marks=_end_marks(tokenizer, tokens, result.logits[0]),
             tail=tail,
+            sound=sound,
         )
         return decoding, language
+
+    def align(self, samples: Samples, sound: Sound | None, text: str, language: str) -> list[Span]:
+        """When the tokens of ``text`` were heard in ``samples``, audio [n] at 16 kHz of at most
+        30 s; the spans joined are ``text``.
+
+        ``sound``: what the audio was encoded to; None: it is encoded again. Raises ModelError when
+        the runtime fails.
+        """
+        tokenizer, _ = self._tokenizer_of(language)
+        tokens = tokenizer.encode(" " + text)
+        try:
+            if sound is None:
+                sound = self._encode(self.features(samples), MAX_FRAMES)
+            num_frames = max(sound.num_frames, _MIN_ALIGNED_FRAMES)
+            (found,) = self._whisper.find_alignment(tokenizer, [tokens], sound.outputs, num_frames)
+        except RuntimeError as error:
+            raise ModelError(f"the words could not be found in the sound: {error}") from error
+        return [
+            Span(word["word"], float(word["start"]), float(word["end"]), tuple(word["tokens"]))
+            for word in found
+        ]
+
+    def _encode(self, features: Samples, num_frames: int) -> Sound:
+        padded = np.zeros((features.shape[0], num_frames), dtype=np.float32)
+        padded[:, : features.shape[1]] = features[:, :num_frames]
+        return Sound(self._whisper.encode(padded), min(features.shape[1], num_frames))
 
     def decode_thoroughly(self, samples: Samples, language: str, prompt: str | None) -> Decoding:
         """faster-whisper's own way: 30 s of context, beam 5, rising temperatures (fewer steps).

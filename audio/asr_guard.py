@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from audio.asr_words import HeardPart, Sound
 from audio.frame import Samples
 
 WINDOW_S = 0.032
@@ -97,7 +98,8 @@ class EndMarks:
 class Decoding:
     """One run of the recogniser. ``was_capped``: it was still talking at the token limit.
 
-    ``end_marks``, ``tail`` (see asr_tail): None where they are not known.
+    ``end_marks``, ``tail`` (see asr_tail): None where they are not known. ``sound``: what was
+    decoded, None where it is not at hand. ``parts``: the pieces of audio that were heard so.
     """
 
     text: str
@@ -109,6 +111,8 @@ class Decoding:
     was_capped: bool
     end_marks: EndMarks | None = None
     tail: Samples | None = None
+    sound: Sound | None = None
+    parts: tuple[HeardPart, ...] = ()
 
 
 class Fault(Enum):

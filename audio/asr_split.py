@@ -20,10 +20,14 @@ _DB_PER_CLEAR_VOICE = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Audio float32 [n] at 16 kHz with its voice probabilities float32 [ceil(n / 512)]."""
+    """Audio float32 [n] at 16 kHz with its voice probabilities float32 [ceil(n / 512)].
+
+    ``start_sample``: where it lies in the recording that it was cut from.
+    """
 
     samples: Samples
     probabilities: Samples
+    start_sample: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -47,6 +51,7 @@ class Piece:
         return Piece(
             self.samples[start_window * WINDOW_SAMPLES : end_window * WINDOW_SAMPLES],
             self.probabilities[start_window:end_window],
+            self.start_sample + start_window * WINDOW_SAMPLES,
         )
 
     def trimmed(self) -> Piece:

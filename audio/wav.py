@@ -19,8 +19,8 @@ _EXPECTED = (
 _RAW_SUFFIXES = (".raw", ".pcm", ".sln", ".s16le")
 _CONTAINERS = (b"RIFF", b"RIFX", b"fLaC", b"OggS")
 _HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
-# What recordings have. A rate of 1 Hz, from a broken header, would take gigabytes to resample.
-_MIN_RATE, _MAX_RATE = 4_000, 768_000
+MIN_RATE, MAX_RATE = 4_000, 768_000
+"""What recordings have. A rate of 1 Hz, from a broken header, would take gigabytes to resample."""
 # What programs write that stream a WAV and cannot go back to fill in the length.
 _UNKNOWN_LEN = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x7FFFFFFF - 36, 0)
 
@@ -62,10 +62,10 @@ def _read_container(path: Path, content: bytes, max_s: float | None) -> tuple[Sa
         # As bytes: what a file is follows from its content, never from its name.
         with sf.SoundFile(io.BytesIO(content)) as file:
             rate = int(file.samplerate)
-            if not _MIN_RATE <= rate <= _MAX_RATE:
+            if not MIN_RATE <= rate <= MAX_RATE:
                 raise AudioFormatError(
-                    f"{path} says that its sample rate is {rate} Hz: expected {_MIN_RATE} to "
-                    f"{_MAX_RATE} Hz"
+                    f"{path} says that its sample rate is {rate} Hz: expected {MIN_RATE} to "
+                    f"{MAX_RATE} Hz"
                 )
             num_expected = len(file)
             _check_duration(path, num_expected / rate, max_s)

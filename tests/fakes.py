@@ -29,6 +29,7 @@ from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
 from audio.asr import Transcript
 from audio.asr_guard import EndMarks
+from audio.asr_words import WordTime
 from audio.tts import SpeechPiece
 from llm_core import (
     Alternative,
@@ -40,7 +41,6 @@ from llm_core import (
     ModelInfo,
     OptionFields,
     PrefillResult,
-    PromptTooLongError,
     SamplingParams,
     TextDelta,
     TokenLogprob,
@@ -105,6 +105,11 @@ class EnergyVad:
         rms = float(np.sqrt(np.mean(window[:, -512:] ** 2)))
         return (1.0 if rms > 0.01 else 0.0), h, c
 
+    def probabilities(self, samples: Samples) -> Samples:
+        windows = np.zeros((-(-samples.size // 512), 512), np.float32)
+        windows.reshape(-1)[: samples.size] = samples
+        return (np.sqrt(np.mean(windows**2, axis=1)) > 0.01).astype(np.float32)
+
 
 _A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
 _NO_STOP = EndMarks(-4.0, -6.0, -6.0, -2.0, -3.0, -1.0)
@@ -117,6 +122,7 @@ class ScriptedRecognizer:
         self.texts = list(texts)
         self.heard_s: list[float] = []
         self.error: Exception | None = None
+        self.locate_error: Exception | None = None
 
     def transcribe(
         self,
@@ -124,6 +130,8 @@ class ScriptedRecognizer:
         *,
         prompt: str | None = None,
         language: str | None = None,
+        keeps_sound: bool = False,
+        is_brief: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         if self.error is not None:
@@ -141,6 +149,15 @@ class ScriptedRecognizer:
             took_ms=1.0,
             end_marks=_A_STOP if text.endswith((".", "?", "!")) else _NO_STOP,
         )
+
+    def locate(
+        self, transcript: Transcript, *, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[WordTime, ...]:
+        """Each word lasts a tenth of a second."""
+        if self.locate_error is not None:
+            raise self.locate_error
+        words = transcript.text.split()
+        return tuple(WordTime(word, at / 10, (at + 1) / 10) for at, word in enumerate(words))
 
 
 class ToneSynthesizer:
@@ -305,54 +322,6 @@ class ScriptedEngine:
             self.num_running -= 1
 
 
-class ShortContextEngine(ScriptedEngine):
-    """Has room for ``max_chars`` characters; whoever allows it loses the oldest beyond that."""
-
-    def __init__(self, max_chars: int, *replies: str) -> None:
-        super().__init__(*replies)
-        self.max_chars = max_chars
-        self.dropped: list[int] = []
-        self.dropped_by_prefill: list[int] = []
-
-    async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
-        self.prefills.append(list(messages))
-        spare = min(options.get("spare_tokens", 0), self.max_chars // 4)
-        num_dropped = len(messages) - len(self._fitting(messages, self.max_chars - spare, options))
-        self.dropped_by_prefill.append(num_dropped)
-        return PrefillResult(prompt_tokens=10, cached_tokens=0, dropped_messages=num_dropped)
-
-    async def generate(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        if params.continue_last:
-            async for event in super().generate(messages, params, **options):
-                yield event
-            return
-        fitting = self._fitting(messages, self.max_chars, options)
-        num_dropped = len(messages) - len(fitting)
-        self.dropped.append(num_dropped)
-        async with aclosing(super().generate(fitting, params, **options)) as events:
-            async for event in events:
-                if isinstance(event, FirstToken):
-                    event = msgspec.structs.replace(event, dropped_messages=num_dropped)
-                yield event
-
-    @staticmethod
-    def _fitting(
-        messages: Sequence[ChatMessage], room: int, options: dict[str, Any]
-    ) -> list[ChatMessage]:
-        first = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
-        kept = list(messages[first:])
-        excess = sum(len(m.content) for m in messages) - room
-        if excess > 0:
-            if options.get("overflow") != "drop_oldest":
-                raise PromptTooLongError("the prompt has 5000 tokens, the context holds 4096")
-            excess += int(room * (1 - options.get("retention_ratio", 0.75)))
-        while excess > 0 and len(kept) > 1:
-            excess -= len(kept.pop(0).content)
-        return [*messages[:first], *kept]
-
-
 class PacedEngine(ScriptedEngine):
     """Takes its time, by the test's clock: waits in the queue, reads the prompt, then each word."""
 
@@ -395,6 +364,7 @@ class PacedExecutor(Executor):
         self.clock = clock
         self.delays_s: dict[str, float | Callable[[Any], float]] = {
             "transcribe": 0.08,
+            "locate": 0.02,
             "_synthesize": 0.05,
             "_go_on": 0.0,
             "_prosody": 0.0,

@@ -94,6 +94,7 @@ class EventMaker:
                 {"audio": {"output": {"format": self._format(), "speed": rng.choice((0.5, 1))}}},
                 {"max_output_tokens": rng.choice(("inf", 1, 50))},
                 {"parley": {"trace": rng.choice((True, False))}},
+                {"parley": {"word_timestamps": rng.choice((True, False))}},
             )
         )
 

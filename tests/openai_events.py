@@ -31,6 +31,9 @@ def check_server_event(event: dict[str, Any]) -> None:
     if event["type"] == "parley.turn.trace":
         assert set(event) == {"type", "event_id", "turn"}
         return
+    if event["type"] == "parley.transcript.words":
+        assert set(event) == {"type", "event_id", "item_id", "content_index", "words", "error"}
+        return
     parsed = EVENT_CLASSES[event["type"]].model_validate(event, strict=True)
     unknown = {path for path in _extras(parsed, "") if path not in _KNOWN_EXTRAS}
     assert not unknown, f"{event['type']}: fields that the openai package does not know: {unknown}"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.api import http_body
+from app.api import audio, http_body
 from app.server import create_app, listening
 from tests.fakes import ScriptedEngine, fake_services
 
@@ -20,6 +20,8 @@ ROUTES = {
     "/v1/realtime/client_secrets": "application/json",
     "/v1/realtime/calls": "application/sdp",
     "/phone/twilio/voice": "application/x-www-form-urlencoded",
+    "/v1/audio/transcriptions": "multipart/form-data; boundary=b",
+    "/v1/audio/speech": "application/json",
     "/v1/traces/{turn_id}/playout": "application/json",
 }
 
@@ -62,6 +64,7 @@ async def test_a_body_that_stops_is_not_waited_for_for_ever(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_body, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(audio, "_FILE_TIMEOUT_S", 0.05)
     async with serving(tmp_path) as (port, _):
         reader, writer = await begin(port, path, 1000)
         async with asyncio.timeout(10):

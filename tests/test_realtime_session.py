@@ -88,7 +88,7 @@ def test_updates_merge_and_clear() -> None:
         output_modalities=["text"],
         max_output_tokens=64,
         audio={"input": {"turn_detection": None, "transcription": None}},
-        parley={"trace": True, "budget_ms": 700},
+        parley={"trace": True, "budget_ms": 700, "word_timestamps": True},
     )
     config = to_config(now.params)
     assert config.instructions == ""
@@ -97,6 +97,7 @@ def test_updates_merge_and_clear() -> None:
     assert config.turn_detection is None
     assert not config.transcribe
     assert config.send_traces
+    assert config.word_timestamps
     assert config.budget_ms == 700
     assert wire(now)["parley"]["budget_ms"] == 700
     assert wire(now)["audio"]["input"]["turn_detection"] is None
@@ -268,6 +269,11 @@ _INPUT, _OUTPUT = "session.audio.input", "session.audio.output"
         ({"prompt": {"id": "p"}}, "unsupported_value", "session.prompt"),
         ({"audio": None}, "invalid_type", "session.audio"),
         ({"parley": {"trace": "yes"}}, "invalid_type", "session.parley.trace"),
+        (
+            {"parley": {"word_timestamps": 1}},
+            "invalid_type",
+            "session.parley.word_timestamps",
+        ),
         ({"parley": {"budget_ms": 0}}, "integer_below_min_value", "session.parley.budget_ms"),
         ({"audio": {"input": {"format": "pcm16"}}}, "invalid_type", f"{_INPUT}.format"),
         (

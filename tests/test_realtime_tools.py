@@ -141,7 +141,12 @@ async def test_a_session_chooses_among_the_servers_tools() -> None:
         assert (error["code"], error["param"]) == ("invalid_value", "session.parley.tools[0]")
         channel.say("session.update", session={"parley": {"tools": []}})
         session = (await channel.until("session.updated"))["session"]
-        assert session["parley"] == {"trace": False, "tools": [], "budget_ms": None}
+        assert session["parley"] == {
+            "trace": False,
+            "word_timestamps": False,
+            "tools": [],
+            "budget_ms": None,
+        }
         named = {"type": "function", "name": "weather"}
         error = await channel.refused("session.update", session={"tool_choice": named})
         assert error["param"] == "session.tool_choice"

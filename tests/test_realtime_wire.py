@@ -207,6 +207,20 @@ def test_traces_and_faults() -> None:
     assert trace["turn"]["voice_to_voice_ms"] == 512.5
 
 
+def test_when_words_were_said() -> None:
+    said = (e.SpokenWord("Hello", 120, 480), e.SpokenWord("there.", 500, 900))
+    (told,) = wire(e.TranscriptWords("item_u", said))
+    assert told["type"] == "parley.transcript.words"
+    assert (told["item_id"], told["content_index"], told["error"]) == ("item_u", 0, None)
+    assert told["words"] == [
+        {"word": "Hello", "start_ms": 120, "end_ms": 480},
+        {"word": "there.", "start_ms": 500, "end_ms": 900},
+    ]
+    (failed,) = wire(e.TranscriptWordsFailed("item_u", "recognizer_busy", "too many wait"))
+    assert failed["words"] is None
+    assert failed["error"]["code"] == "recognizer_busy"
+
+
 def test_errors_name_the_event_that_caused_them() -> None:
     event = error_event(
         "invalid_request_error", "invalid_value", "bad", param="audio", client_event_id="evt_9"

@@ -19,7 +19,8 @@ from app.conversation.events import (
 from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
-from tests.fakes import ScriptedEngine, ShortContextEngine, settle, silence, voice
+from tests.fake_engines import ShortContextEngine
+from tests.fakes import ScriptedEngine, settle, silence, voice
 from tests.session_call import call
 
 

@@ -24,7 +24,8 @@ from app.conversation.requests import ResponseRequest
 from app.transports.base import ChannelClosed
 from app.transports.websocket import WebSocketChannel
 from audio.errors import AudioError
-from tests.fakes import ScriptedEngine, ShortContextEngine, settle, silence, voice
+from tests.fake_engines import ShortContextEngine
+from tests.fakes import ScriptedEngine, settle, silence, voice
 from tests.session_call import Call, call
 
 LONG = "One two three four five six seven eight nine ten, eleven twelve thirteen fourteen fifteen."

@@ -26,6 +26,7 @@ from app.conversation.events import (
     ResponseDone,
     ResponseStarted,
     SessionEvent,
+    TranscriptWords,
     TurnTraced,
 )
 from app.conversation.requests import ResponseRequest
@@ -199,6 +200,9 @@ class Judge:
                     self._check_text(response.output[0].content[0].text or "", response.status)
             case TurnTraced(turn):
                 self.traces.append(turn)
+            case TranscriptWords(_, words):
+                edges = [edge for word in words for edge in (word.start_ms, word.end_ms)]
+                assert edges == sorted(edges), words
 
     def _play(self, audio: bytes) -> None:
         now = self._clock.now_ns()
@@ -361,6 +365,7 @@ class Driver:
             {"input_format": rng.choice(FORMATS)},
             {"modality": rng.choice(("text", "audio"))},
             {"instructions": rng.choice(("Be brief.", ""))},
+            {"word_timestamps": rng.choice((True, False))},
         )
         await self.within_bounds(self.c.session.update(replace(config, **rng.choice(changes))))
 

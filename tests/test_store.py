@@ -195,11 +195,14 @@ def test_the_writer_commits_everything_in_order_and_stops(store: TraceStore) -> 
 
 
 def test_words_are_kept_only_when_asked_for(store: TraceStore) -> None:
+    said = [{"word": "How", "start_ms": 100, "end_ms": 240}]
     for keeps in (False, True):
         writer = TraceWriter(store, store_transcripts=keeps)
-        writer.write([a_turn(int(keeps))])
+        writer.write([a_turn(int(keeps), words=said)])
     kept, bare = recent(store, 2)
     assert (kept["transcript"], kept["reply"]) == ("How are you?", "Fine.")
+    assert kept["words"] == said
+    assert "words" not in bare
     assert (bare["transcript"], bare["reply"]) == ("", "")
     assert (bare["facts"]["transcript_chars"], bare["facts"]["reply_chars"]) == (12, 5)
     assert bare == without_words(a_turn(0))

@@ -47,6 +47,8 @@ class GatedRecognizer(ScriptedRecognizer):
         *,
         prompt: str | None = None,
         language: str | None = None,
+        keeps_sound: bool = False,
+        is_brief: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         assert self.may_finish.wait(10)

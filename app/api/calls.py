@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from email import policy
-from email.parser import BytesHeaderParser
 from typing import Any
 
 import pydantic_core
@@ -23,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from app.api.calls_registry import CallsRegistry
 from app.api.http_body import read_body
 from app.api.http_errors import error_response
+from app.api.multipart import form_fields
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
 from app.api.realtime_names import OWN_NAME, is_beta
@@ -47,8 +46,6 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024
 """Of a request: the offer (64 KiB at most) and the session's settings."""
 _RETRY_AFTER_S = 5.0
-_MAX_FIELDS = 16
-_MAX_FIELD_HEAD_BYTES = 4096
 
 
 class HttpError(ClientError):
@@ -225,38 +222,13 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
     body = await read_body(request, MAX_BODY_BYTES)
     if name == "application/sdp":
         return _text(body, "sdp"), {}
-    fields = _form_fields(kind, body)
+    fields = {field.name: field.value for field in form_fields(kind, body)}
     if "sdp" not in fields:
         raise ClientError(
             "Missing required parameter: 'sdp'.", code="missing_required_parameter", param="sdp"
         )
     session = fields.get("session")
     return _text(fields["sdp"], "sdp"), _session(session) if session is not None else {}
-
-
-def _form_fields(content_type: str, body: bytes) -> dict[str, bytes]:
-    """The fields of multipart/form-data (RFC 7578); {} without a boundary. Raises ClientError.
-
-    Heads are read by the standard library, the body is not: a form of many parts takes it a second.
-    """
-    head = f"content-type: {content_type}\r\n\r\n".encode("latin-1", "replace")
-    boundary = BytesHeaderParser(policy=policy.HTTP).parsebytes(head).get_boundary()
-    if boundary is None:
-        return {}
-    line = b"\r\n--" + boundary.encode("latin-1", "replace")
-    _, *parts = (b"\r\n" + body).split(line, _MAX_FIELDS + 2)
-    fields: dict[str, bytes] = {}
-    for part in parts:
-        if part.startswith(b"--"):  # the end
-            return fields
-        part_head, _, value = part.partition(b"\r\n\r\n")
-        if len(fields) == _MAX_FIELDS or len(part_head) > _MAX_FIELD_HEAD_BYTES:
-            raise ClientError("The form has too many or too large fields.", code="invalid_value")
-        about = BytesHeaderParser(policy=policy.HTTP).parsebytes(part_head.lstrip() + b"\r\n\r\n")
-        name = about.get_param("name", header="content-disposition")
-        if isinstance(name, str):
-            fields[name] = value
-    return fields
 
 
 def _text(data: bytes, param: str) -> str:

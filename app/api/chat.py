@@ -1,17 +1,13 @@
 """``POST /v1/chat/completions``, whole and streamed (server-sent events).
 
-A client may be gone at any moment. The answer is made in one task that reads the engine, beside
-another that listens for the client's end; whichever ends first ends the other, and leaving the
-engine's stream aborts the request there.
+A client may be gone at any moment: leaving the engine's stream aborts the request there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -21,7 +17,9 @@ from app.api.chat_output import ChatOutput, Wire
 from app.api.chat_request import Chat, ChatDefaults, parse_chat
 from app.api.http_body import read_body
 from app.api.http_errors import error_body, error_response
+from app.api.leaving import while_connected
 from app.api.models import check_model
+from app.api.sse import sse_event, sse_start
 from app.conversation.engines import TalkEngine
 from llm_core import (
     FirstToken,
@@ -37,11 +35,6 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 4 * 1024 * 1024
 # Whoever speaks with us waits in silence; whoever reads can wait a little longer.
 _PRIORITY = -1
-_SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # proxies hold streams back otherwise
-}
 
 
 def chat_router(engine: TalkEngine, defaults: ChatDefaults) -> APIRouter:
@@ -74,17 +67,7 @@ class _Answer(Response):
         self._output = ChatOutput(chat, info.name, info.tool_format)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = asyncio.create_task(self._answer(scope, receive, send), name="chat answer")
-        leaving = asyncio.create_task(_client_is_gone(receive), name="chat client")
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not answering.done():
-                answering.cancel()
-            await asyncio.wait({answering, leaving})
-        if not answering.cancelled():
-            answering.result()
+        await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(
@@ -115,17 +98,16 @@ class _Answer(Response):
     async def _stream(
         self, first: GenerationEvent, events: AsyncIterator[GenerationEvent], send: Send
     ) -> None:
-        headers = [(k.encode(), v.encode()) for k, v in _SSE_HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(sse_start())
         try:
             async for chunk in self._chunks(first, events):
-                await send(_body(_event(msgspec.json.encode(chunk)), more=True))
+                await send(sse_event(msgspec.json.encode(chunk)))
         except LlmError as error:
             # The status is out; clients look for this instead of a chunk.
             _log(error)
-            await send(_body(_event(msgspec.json.encode(error_body(error))), more=False))
+            await send(sse_event(msgspec.json.encode(error_body(error)), is_last=True))
             return
-        await send(_body(_event(b"[DONE]"), more=False))
+        await send(sse_event(b"[DONE]", is_last=True))
 
     async def _chunks(
         self, first: GenerationEvent, events: AsyncIterator[GenerationEvent]
@@ -165,19 +147,6 @@ async def _chained(
     yield first
     async for event in rest:
         yield event
-
-
-async def _client_is_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
-def _body(data: bytes, *, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 def _log(error: LlmError) -> None:

@@ -31,25 +31,26 @@ class ClientGoneError(ClientError):
     code = "client_gone"
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
     """All of it.
 
     Raises BodyTooLargeError as soon as it is (or says that it will be) longer than ``max_bytes``,
-    BodyTimeoutError, ClientGoneError.
+    BodyTimeoutError after ``timeout_s`` (None: ``BODY_TIMEOUT_S``), ClientGoneError.
     """
+    limit_s = BODY_TIMEOUT_S if timeout_s is None else timeout_s
     too_large = BodyTooLargeError(f"The body may have at most {max_bytes} bytes.")
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and len(announced) < 20 and int(announced) > max_bytes:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(limit_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
                     raise too_large
     except TimeoutError as error:
-        raise BodyTimeoutError(f"The body did not arrive in {BODY_TIMEOUT_S:g} s.") from error
+        raise BodyTimeoutError(f"The body did not arrive in {limit_s:g} s.") from error
     except ClientDisconnect as error:
         raise ClientGoneError("The client left before its request was complete.") from error
     return bytes(body)

@@ -13,7 +13,8 @@ from app.api.models import UnknownModelError
 from app.api.traces import TraceNotFoundError
 from app.auth import AuthenticationError, HostError, OriginError
 from app.client_secrets import TooManySecretsError
-from app.errors import ClientError, ParleyError, UnavailableError
+from app.conversation.recognition import BusyRecognizerError
+from app.errors import ClientError, ParleyError, ServiceError, UnavailableError
 from app.rate_limits import RateLimitedError
 from llm_core import (
     EngineBusyError,
@@ -40,6 +41,8 @@ _STATUS: dict[type[ParleyError], int] = {
     RateLimitedError: 429,
     ClientGoneError: 499,
     UnavailableError: 503,
+    BusyRecognizerError: 503,
+    ServiceError: 500,
 }
 
 
@@ -63,7 +66,7 @@ def error_response(error: ParleyError | LlmError, status: int | None = None) -> 
     headers = {}
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, EngineBusyError | EngineDiedError | ModelLoadError):
+    if isinstance(error, EngineBusyError | EngineDiedError | ModelLoadError | BusyRecognizerError):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     if isinstance(error, UnavailableError | RateLimitedError):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))

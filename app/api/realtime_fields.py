@@ -76,10 +76,18 @@ def _modalities(value: Any) -> Any:
     return value
 
 
+def _voice_name(value: Any) -> Any:
+    """A custom voice is given as an object with an id."""
+    if isinstance(value, dict) and set(value) == {"id"}:
+        return value["id"]
+    return value
+
+
 Id = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
 EventId = Annotated[str, StringConstraints(max_length=512)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 ShortText = Annotated[str, StringConstraints(max_length=256)]
+VoiceName = Annotated[ShortText, BeforeValidator(_voice_name)]
 # None: "inf", the server's own limit.
 MaxOutputTokens = Annotated[int | None, BeforeValidator(_output_tokens)]
 Modalities = Annotated[list[Literal["audio", "text"]], BeforeValidator(_modalities)]

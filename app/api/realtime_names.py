@@ -14,6 +14,9 @@ from app.errors import ClientError
 OPENAI_VOICES = frozenset(
     ("alloy", "ash", "ballad", "cedar", "coral", "echo", "marin", "sage", "shimmer", "verse")
 )
+# Its older voices are known to the endpoint for speech only.
+_OPENAI_READERS = OPENAI_VOICES.union(("fable", "nova", "onyx"))
+_OPENAI_SPEECH = re.compile(r"tts-1(-hd)?|gpt-[a-z0-9.-]*tts[a-z0-9.-]*")
 _OPENAI_TRANSCRIBERS = re.compile(r"whisper-1|gpt-[a-z0-9.-]*(transcribe|whisper)[a-z0-9.-]*")
 _OPENAI_REALTIME = re.compile(r"gpt-[a-z0-9.-]*realtime[a-z0-9.-]*")
 OWN_NAME = "parley"
@@ -55,6 +58,14 @@ class Names:
     def is_transcriber(self, name: str) -> bool:
         """``parley``, the loaded recogniser, or an alias of OpenAI (gpt-*transcribe*)."""
         return name in (OWN_NAME, self.transcriber) or bool(_OPENAI_TRANSCRIBERS.fullmatch(name))
+
+    def is_speech_model(self, name: str) -> bool:
+        """``parley``, the loaded voice, or an alias of OpenAI (tts-1, gpt-*tts*)."""
+        return name in (OWN_NAME, self.voice) or bool(_OPENAI_SPEECH.fullmatch(name))
+
+    def is_reader(self, name: str) -> bool:
+        """As ``is_voice``, and the voices that only the endpoint for speech has."""
+        return self.is_voice(name) or name in _OPENAI_READERS
 
     def is_voice(self, name: str) -> bool:
         """``parley``, the loaded voice, or one of OpenAI's voice names."""

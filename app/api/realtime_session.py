@@ -15,6 +15,7 @@ from app.api.realtime_fields import (
     Modalities,
     ShortText,
     Text,
+    VoiceName,
     WireModel,
     invalid,
     null_is,
@@ -126,18 +127,11 @@ class AudioInput(WireModel):
     turn_detection: TurnDetectionParams | None = None
 
 
-def _voice_name(value: Any) -> Any:
-    """A custom voice is given as an object with an id."""
-    if isinstance(value, dict) and set(value) == {"id"}:
-        return value["id"]
-    return value
-
-
 class AudioOutput(WireModel):
     """``session.audio.output``."""
 
     format: Annotated[Format, null_is(Format(type="audio/pcm"))] = Format(type="audio/pcm")
-    voice: Annotated[ShortText, BeforeValidator(_voice_name)] = ""
+    voice: VoiceName = ""
     speed: Annotated[float, null_is(1.0), Field(ge=0.25, le=1.5)] = 1.0
 
 
@@ -151,12 +145,14 @@ class AudioParams(WireModel):
 class ParleyParams(WireModel):
     """Our own extension: ``trace`` asks for a ``parley.turn.trace`` event after each turn.
 
+    ``word_timestamps`` asks for ``parley.transcript.words`` after each transcript.
     ``tools``: which of the server's own tools the model may call; null: all of them.
     ``budget_ms``: the time from the caller's last word to the first sound of the answer that this
     conversation aims at; null: the server's.
     """
 
     trace: bool = False
+    word_timestamps: bool = False
     tools: Annotated[list[ShortText] | None, Field(max_length=128)] = None
     budget_ms: Annotated[int | None, Field(ge=50, le=60_000)] = None
 
@@ -370,6 +366,7 @@ def to_config(params: SessionParams) -> SessionConfig:
         language=language.lower().split("-")[0] if language else None,
         transcription_prompt=transcription.prompt if transcription else None,
         send_traces=params.parley.trace,
+        word_timestamps=params.parley.word_timestamps,
         budget_ms=params.parley.budget_ms,
     )
 

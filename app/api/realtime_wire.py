@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import singledispatchmethod
 from typing import Any
 
@@ -166,6 +166,16 @@ class WireMapper:
                 },
             )
         ]
+
+    @to_wire.register
+    def _(self, event: e.TranscriptWords) -> list[Wire]:
+        words = [asdict(word) for word in event.words]
+        return [_words_event(event.item_id, words=words, error=None)]
+
+    @to_wire.register
+    def _(self, event: e.TranscriptWordsFailed) -> list[Wire]:
+        error = {"type": "server_error", "code": event.code, "message": event.message}
+        return [_words_event(event.item_id, words=None, error=error)]
 
     @to_wire.register
     def _(self, event: e.ResponseStarted) -> list[Wire]:
@@ -394,6 +404,10 @@ def _part_object(part: e.Part) -> Wire:
     if part.type in ("input_text", "output_text"):
         return {"type": part.type, "text": part.text or ""}
     return {"type": part.type, "transcript": part.text}
+
+
+def _words_event(item_id: str, **fields: Any) -> Wire:
+    return server_event("parley.transcript.words", item_id=item_id, content_index=0, **fields)
 
 
 def _item_event(kind: str, item: e.Item, previous_item_id: str | None) -> Wire:

@@ -199,6 +199,32 @@ class TranscriptionCompleted:
 
 
 @dataclass(frozen=True, slots=True)
+class SpokenWord:
+    """A word of the caller's, with its marks, and from when to when it was said."""
+
+    word: str
+    start_ms: int
+    end_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptWords:
+    """When each word of the caller's final transcript was said, in order."""
+
+    item_id: str
+    words: tuple[SpokenWord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptWordsFailed:
+    """The transcript stands, but when its words were said is not known."""
+
+    item_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class TranscriptionFailed:
     """The recogniser failed on this item."""
 
@@ -298,6 +324,8 @@ SessionEvent = (
     | TranscriptionDelta
     | TranscriptionCompleted
     | TranscriptionFailed
+    | TranscriptWords
+    | TranscriptWordsFailed
     | ResponseStarted
     | OutputStarted
     | OutputText

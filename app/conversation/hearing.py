@@ -51,7 +51,8 @@ _WORDS_TO_READ = 3
 class HeardTurn:
     """A turn that is over. ``settling`` gives its words, of which ``told`` are told already.
 
-    ``samples`` float32 [n] lie at ``start_sample`` of the session's audio. ``num_rejoined``: how
+    ``samples`` float32 [n] lie at ``start_sample`` of the session's audio; the transcript is of
+    those from ``words_from`` on, and the voice ends at ``voice_end_sample``. ``num_rejoined``: how
     often it had been taken for over before.
     """
 
@@ -61,6 +62,8 @@ class HeardTurn:
     told: str
     start_sample: int
     samples: Samples
+    words_from: int
+    voice_end_sample: int
     num_rejoined: int
 
     async def settle(self, clock: Clock) -> RecognitionError | None:
@@ -126,6 +129,7 @@ class Hearing:
         self._config = config
         self._transcriber.language = config.language
         self._transcriber.prompt = config.transcription_prompt
+        self._transcriber.keeps_sound = config.word_timestamps
 
     # --- a turn goes on ---
 
@@ -251,6 +255,8 @@ class Hearing:
         end = heard_end.at_sample if heard_end else listener.position
         last_voiced = heard_end.last_voiced_sample if heard_end else listener.last_voiced_sample
         samples = self._audio(end) if rejoined else listener.take(start, end)
+        # What was tried early began with the voice; by hand more may have been committed.
+        words_from = self.start_sample if self._transcriber.has_early(last_voiced) else start
         settling = self._transcriber.settle(samples, last_voiced)
         trace = TurnTrace(new_id("turn"), session_id, spoken=True)
         place = place_of_end(listener, samples, start, last_voiced)
@@ -263,7 +269,17 @@ class Hearing:
         if num_rejoined:
             trace.facts["rejoined"] = num_rejoined
         item = Item(self.item_id, "user", [part])
-        heard = HeardTurn(item, trace, settling, self._told, start, samples, num_rejoined)
+        heard = HeardTurn(
+            item,
+            trace,
+            settling,
+            self._told,
+            start,
+            samples,
+            words_from,
+            heard_end.last_voiced_sample if heard_end else start + len(samples),
+            num_rejoined,
+        )
         listener.forget(end)
         self._next_item()
         self._last = heard if heard_end else None

@@ -22,6 +22,7 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
 from app.conversation.turn import Turn
 from app.conversation.upkeep import tend
+from app.conversation.word_times import WordTimes
 from app.logging_setup import turn_fields, turn_id
 from app.observe.trace import TurnTrace
 from llm_core import ChatMessage
@@ -45,6 +46,7 @@ class Responses:
         hearing: Hearing,
         ahead: Ahead,
         dialog: Dialog,
+        word_times: WordTimes,
         perform: Callable[[list[Action]], Awaitable[None]],
     ) -> None:
         """``dialog`` hears of what becomes of a response; ``perform`` does what it says to that,
@@ -62,6 +64,7 @@ class Responses:
         self._hearing = hearing
         self._ahead = ahead
         self._dialog = dialog
+        self._word_times = word_times
         self._perform = perform
         self._task: asyncio.Task[None]  # of the one that began last
 
@@ -118,6 +121,8 @@ class Responses:
         turn_id.set(turn.trace.turn_id)
         try:
             await turn.run()
+            if turn.response.status != "cancelled":
+                await self._word_times.until_told()
         finally:
             # Also of a turn that the end of the call cuts short.
             traced = turn.trace.to_dict()

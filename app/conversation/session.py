@@ -40,6 +40,7 @@ from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
 from app.conversation.transcriber import Settled
 from app.conversation.turn import Turn
+from app.conversation.word_times import WordTimes
 from app.errors import ClientError
 from app.observe.trace import TurnTrace
 from audio import turn_end
@@ -73,6 +74,7 @@ class Session:
         self._floor = asyncio.Lock()  # one event and its actions at a time
         self._history = History()
         self._ahead = Ahead()
+        self._word_times = WordTimes(self._services.recognition, sink, self._clock, self._tasks)
         self._responses = Responses(
             self.id,
             self._services,
@@ -84,6 +86,7 @@ class Session:
             hearing=self._hearing,
             ahead=self._ahead,
             dialog=self._dialog,
+            word_times=self._word_times,
             perform=self._perform_in_turn,
         )
         self._idle = IdleWatch()
@@ -310,6 +313,7 @@ class Session:
             self._heard = None
             self._history.withdraw(ids)
             self._hearing.rejoin()
+            self._word_times.withdraw(ids)
             for item_id in ids:
                 await self._sink(ItemDeleted(item_id))
 
@@ -331,10 +335,13 @@ class Session:
         await self._sink(ItemDone(item, previous_id))
 
     async def _settle(self, heard: HeardTurn, commit: int) -> None:
+        answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
         if error := await heard.settle(self._clock):
             self._services.traces.add(heard.trace.to_dict())
             await self._sink(TranscriptionFailed(heard.item.id, error.code, error.message))
         elif self.config.transcribe:
+            if self.config.word_timestamps:
+                self._word_times.begin(heard, answer)
             for event in heard.transcript_events():
                 await self._sink(event)
         # Of turns in quick succession only the last one is answered (with all that was said).
@@ -343,6 +350,7 @@ class Session:
             await self._feed(floor.TranscriptReady(has_words=bool(heard.item.content[0].text)))
             if not self._dialog.has_response:
                 await self._ahead.discard()
+        answer.set_result(self._responses.running)
 
     async def _start_response(self, request: ResponseRequest) -> None:
         if self._responses.running is not None or self._dialog.bot is not floor.Bot.THINKING:

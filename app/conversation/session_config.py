@@ -61,6 +61,7 @@ class SessionConfig:
     ``max_output_tokens`` None: the server's default. ``turn_detection`` None: the client commits
     the audio itself. ``speed`` is a factor on the speaking rate. ``transcribe``: send the caller's
     transcript to the client (it is made in any case). ``language`` None: the model decides.
+    ``word_timestamps``: say when the words of the transcript were spoken, too.
     ``budget_ms`` None: the server's budget from the end of the voice to the first audible sample.
     ``noise_reduction``: the caller's microphone, as far as the client wants its noise reduced.
     ``tools`` are the client's; ``server_tools``: which of the server's own the model may call, None
@@ -86,6 +87,7 @@ class SessionConfig:
     language: str | None = None
     transcription_prompt: str | None = None
     send_traces: bool = False
+    word_timestamps: bool = False
     budget_ms: int | None = None
 
     @property

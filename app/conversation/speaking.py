@@ -1,7 +1,8 @@
 """One voice for all callers: the sound that is needed soonest is made first.
 
 A caller who hears nothing yet goes before one who has seconds of an answer in hand, whoever asked
-first. A piece that is being made is made to its end; so many at once that words can still be heard.
+first, and all callers before texts that are read aloud for a file. A piece that is being made is
+made to its end; so many at once that words can still be heard.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ class Speaking:
         self._workers = workers
         self._max_running = max_running
         self._num_running = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[bool, int, int, asyncio.Future[None]]] = []
         self._serial = 0
 
     @property
     def num_waiting(self) -> int:
-        """Pieces that are not begun."""
-        return sum(not turn.done() for _, _, turn in self._waiting)
+        """Pieces for callers that are not begun."""
+        return sum(not is_late and not turn.done() for is_late, _, _, turn in self._waiting)
 
-    async def run(self, job: Callable[[], T], needed_ns: int) -> T:
+    async def run(self, job: Callable[[], T], needed_ns: int, *, is_live: bool = True) -> T:
         """What ``job`` returns, run by a worker thread; ``needed_ns``: when the caller has heard
-        all there is by now."""
+        all there is by now. ``is_live`` False: it is for no caller."""
         if self._num_running >= self._max_running:
             self._serial += 1
             turn = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (needed_ns, self._serial, turn))
+            heapq.heappush(self._waiting, (not is_live, needed_ns, self._serial, turn))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -63,7 +64,7 @@ class Speaking:
     def _next(self) -> None:
         """Whoever had the place gives it to the next one."""
         while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
+            *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 turn.set_result(None)
                 return

@@ -53,16 +53,18 @@ class Transcriber:
         self._recognition = recognition
         self._clock = clock
         self._early: asyncio.Task[Settled] | None = None
-        self._early_job: Job | None = None
+        self._early_job: Job[Transcript] | None = None
         self._early_end: int | None = None
         self._partial: asyncio.Task[None] | None = None
-        self._look: Job | None = None  # the latest partial of this turn
+        self._look: Job[Transcript] | None = None  # the latest partial of this turn
         self._next_dip_s = _MIN_PARTIAL_S
         self._agreement = Agreement()
         self._next_partial_s = _MIN_PARTIAL_S
         self._is_following = False
         self.language: str | None = None
         self.prompt: str | None = None
+        self.keeps_sound = False
+        """When the words were said will be asked."""
         self._num_dropped = 0
 
     # --- while the caller speaks ---
@@ -108,7 +110,7 @@ class Transcriber:
         self._partial = asyncio.create_task(self._follow(self._look, self._agreement))
         self._partial.add_done_callback(self._on_partial_done)
 
-    async def _follow(self, look: Job, agreement: Agreement) -> None:
+    async def _follow(self, look: Job[Transcript], agreement: Agreement) -> None:
         try:
             transcript = await look.result
         except BusyRecognizerError:
@@ -117,7 +119,7 @@ class Transcriber:
             return  # so has this one
         cost_s = transcript.took_ms / 1000
         num_callers = max(1, self._recognition.num_following)
-        turn_s = look.samples.size / SPEECH_RATE
+        turn_s = look.num_samples / SPEECH_RATE
         spacing_s = max(_PARTIAL_EVERY_S, _PARTIAL_SHARE * num_callers * cost_s)
         self._next_partial_s = turn_s + spacing_s
         self._next_dip_s = turn_s + (1 + _DIP_SHARE * num_callers) * cost_s
@@ -130,20 +132,21 @@ class Transcriber:
             # The end of the turn meets the same failure and reports it.
             self._next_partial_s = self._next_dip_s = float("inf")
 
-    def _look_behind(self, voice_end: int) -> Job | None:
+    def _look_behind(self, voice_end: int) -> Job[Transcript] | None:
         """The look that has heard the voice to its end, made or in the making; None: there is none.
 
         ``voice_end`` counts in samples of the turn.
         """
         look = self._look
-        if look is None or look.samples.size < voice_end + _BEHIND_VOICE_SAMPLES:
+        if look is None or look.num_samples < voice_end + _BEHIND_VOICE_SAMPLES:
             return None
         done = look.result
         is_void = done.cancelled() or (done.done() and done.exception() is not None)
         return None if is_void else look
 
     def _follows(self, is_following: bool) -> None:
-        self._recognition.num_following += is_following - self._is_following
+        if is_following != self._is_following:
+            self._recognition.note_following(is_following - self._is_following)
         self._is_following = is_following
 
     def _drop_partial(self) -> None:
@@ -201,13 +204,17 @@ class Transcriber:
         number, self._num_dropped = self._num_dropped, 0
         return number
 
+    def has_early(self, last_voiced_sample: int | None) -> bool:
+        """Whether the early transcript will do for a turn whose voice ended there."""
+        return self._early is not None and self._early_end == last_voiced_sample
+
     def settle(self, samples: Samples, last_voiced_sample: int | None) -> asyncio.Task[Settled]:
         """The turn's transcript, in the making. The early one serves if no voice came after it.
 
         The task raises RecognitionError.
         """
-        early, job, end = self._early, self._early_job, self._early_end
-        if early is not None and job is not None and end == last_voiced_sample:
+        early, job = self._early, self._early_job
+        if early is not None and job is not None and self.has_early(last_voiced_sample):
             if job is self._look:
                 self._partial = None  # else its words would be cancelled
             self._forget_looks()
@@ -227,10 +234,14 @@ class Transcriber:
         self.drop()
         self._forget_looks()
 
-    def _submit(self, samples: Samples, urgency: Urgency) -> Job:
+    def _submit(self, samples: Samples, urgency: Urgency) -> Job[Transcript]:
         return self._recognition.submit(
-            samples, urgency, prompt=self.prompt, language=self.language
+            samples,
+            urgency,
+            prompt=self.prompt,
+            language=self.language,
+            keeps_sound=self.keeps_sound,
         )
 
-    async def _settled(self, job: Job) -> Settled:
+    async def _settled(self, job: Job[Transcript]) -> Settled:
         return Settled(await job.result, self._clock.now_ns())

@@ -74,6 +74,7 @@ class Turn:
         self._held_until_ns = 0
         self._num_samples = 0  # of speech made, sent or not
         self._has_words = False  # the answer has begun, fillers aside
+        self._begun = asyncio.Event()
         self._released = asyncio.Event()
         self._record = TurnRecord(response, trace, clock)
         self._output = Output(
@@ -111,6 +112,10 @@ class Turn:
         """Wait until the model has read the words, but not for long: it may be busy."""
         await self._asking.until_read()
 
+    async def until_begun(self) -> None:
+        """Wait until something of it can be heard (or read, if it is written), or it has ended."""
+        await self._begun.wait()
+
     async def discard(self) -> None:
         """Forget an answer that was started and not run; returns when nothing of it is left."""
         if self._work is not None:
@@ -133,6 +138,7 @@ class Turn:
             await self._work_until_end()
             await self._tell_end()
         finally:
+            self._begun.set()
             if not self.has_ended:  # the sink failed, or the task was cancelled in it
                 await self.discard()
             if not self.trace.outcome:  # the call ended in the middle of the answer
@@ -310,11 +316,13 @@ class Turn:
     def _on_audible(self, chunk: Samples, sounds_ns: int) -> None:
         """``chunk`` was sent; of a written answer there is none, only the instant."""
         if not self._speaks:
+            self._begun.set()
             self.on_audio_started()
             return
         rate = self.config.output_format.rate
         self.on_sound(chunk, rate, sounds_ns)
         if self._record.note_sent(chunk, rate, sounds_ns):
+            self._begun.set()
             self.on_audio_started()
 
     # --- the end ---

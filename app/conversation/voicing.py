@@ -37,10 +37,17 @@ class Sound:
 
 
 class Voicing:
-    """One stream of sound a message: ``say`` its clauses in order, then ``flush``."""
+    """One stream of sound a message: ``say`` its clauses in order, then ``flush``.
+
+    ``trace`` None: it is no turn's, and comes behind those that are.
+    """
 
     def __init__(
-        self, services: Services, config: SessionConfig, clock: Clock, trace: TurnTrace
+        self,
+        services: Services,
+        config: SessionConfig,
+        clock: Clock,
+        trace: TurnTrace | None,
     ) -> None:
         self._services = services
         self._clock = clock
@@ -59,9 +66,10 @@ class Voicing:
         rate = self._config.output_format.rate / self._services.synthesizer.sample_rate
         begun_ns = self._clock.now_ns()
         needed_ns = begun_ns + round(in_hand_s * 1e9)
-        speaking = self._services.speaking
-        piece = await speaking.run(partial(self._synthesize, text, pieces), needed_ns)
-        self._trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
+        run = partial(self._services.speaking.run, is_live=self._trace is not None)
+        piece = await run(partial(self._synthesize, text, pieces), needed_ns)
+        if self._trace is not None:
+            self._trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
         made_len = 0
         while True:
             samples = self._resampler.process(piece.samples)
@@ -72,8 +80,9 @@ class Voicing:
                 return
             begun_ns = self._clock.now_ns()
             made_ns = made_len * 1_000_000_000 // self._config.output_format.rate
-            piece = await speaking.run(partial(self._go_on, pieces), needed_ns + made_ns)
-            self._trace.note_more_spoken(self._clock.now_ns() - begun_ns)
+            piece = await run(partial(self._go_on, pieces), needed_ns + made_ns)
+            if self._trace is not None:
+                self._trace.note_more_spoken(self._clock.now_ns() - begun_ns)
 
     def flush(self) -> Samples:
         """The rest of the message's sound; the next one is a stream of its own."""

@@ -143,7 +143,9 @@ class TurnTrace:
     ``outcome`` is "" until ``end``; silent: there was nothing to say; withdrawn: the caller had not
     finished, and went on with the same turn. ``reason``: the error code
     or what stopped the turn. ``spoken``: by the caller (typed turns have no voice-to-voice).
-    ``ended_at_ms`` is wall time, Unix milliseconds.
+    ``ended_at_ms`` is wall time, Unix milliseconds. ``words``: those of the transcript with
+    ``start_ms`` and ``end_ms`` of the session's input audio; None: nobody asked, [] as long as they
+    are not known.
     """
 
     turn_id: str
@@ -161,6 +163,7 @@ class TurnTrace:
     stage_budgets_ms: dict[str, float] = field(default_factory=dict)
     actions: list[BudgetAction] = field(default_factory=list)
     audio: TurnAudio | None = None
+    words: list[dict[str, Any]] | None = None
 
     def mark(self, instant: str, at_ns: int) -> None:
         """Note an instant; the first time counts."""
@@ -273,6 +276,7 @@ class TurnTrace:
         self.spoken = heard.spoken
         self.transcript = heard.transcript
         self.audio = heard.audio
+        self.words = heard.words  # the same list: it is filled when the answer sounds
         for instant, at_ns in heard.instants.items():
             self.mark(instant, at_ns)
         self.facts.update(heard.facts)
@@ -312,6 +316,7 @@ class TurnTrace:
             "instants_ms": {name: since_us[name] / 1000 for name in INSTANTS if name in since_us},
             "facts": facts,
             "is_recorded": self.audio is not None,
+            **({"words": list(self.words)} if self.words else {}),
             "budget": self._budget(whole_us, parts) if self.spoken else None,
         }
 

@@ -193,4 +193,5 @@ def without_words(turn: Turn) -> Turn:
         "transcript_chars": len(turn["transcript"]),
         "reply_chars": len(turn["reply"]),
     }
-    return {**turn, "transcript": "", "reply": "", "facts": facts}
+    kept = {name: value for name, value in turn.items() if name != "words"}
+    return {**kept, "transcript": "", "reply": "", "facts": facts}

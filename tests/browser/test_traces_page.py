@@ -284,6 +284,31 @@ async def test_a_recorded_turn_can_be_played(open_page: OpenPage, tmp_path: Path
             await expect(page.locator("#detail")).not_to_be_visible()
 
 
+async def test_when_each_word_was_said(open_page: OpenPage, tmp_path: Path) -> None:
+    said = [
+        {"word": "How", "start_ms": 1100, "end_ms": 1240},
+        {"word": "are", "start_ms": 1240, "end_ms": 1400},
+        {"word": "you?", "start_ms": 1420, "end_ms": 1900},
+    ]
+    path = tmp_path / FILE_NAME
+    store = TraceStore(path, Retention())
+    store.write([a_turn(1), a_turn(2, words=said)])
+    store.close()
+    async with served(path) as url:
+        page = await open_page(url, microphone=None)
+        rows = page.locator("#turns tbody button.link")
+        await shown(page)
+        await rows.nth(0).click()
+        await page.locator("#detail summary").click()
+        table = page.get_by_role("table", name="When each word was said")
+        await expect(table.locator("tbody tr")).to_have_count(3)
+        await expect(table.locator("tbody tr").nth(2)).to_have_text("you?1,4201,900")
+        await page.keyboard.press("Escape")
+        await rows.nth(2).click()  # nobody asked for them
+        await expect(page.locator("#detail")).to_be_visible()
+        await expect(page.locator("#detail summary")).to_have_count(0)
+
+
 async def test_no_turns_yet_is_said_in_words(open_page: OpenPage) -> None:
     async with served(None) as url:
         page = await open_page(url, microphone=None)

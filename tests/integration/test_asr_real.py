@@ -227,3 +227,14 @@ def test_its_encoder_tells_an_end_from_a_break(recognizer: Recognizer, shared_da
         # The rule was not fitted to long silences, and says nothing behind them.
         late = np.concatenate((samples[:voice_len], np.zeros(8_000, np.float32)))
         assert recognizer.transcribe(late).end_odds is None
+
+
+def test_where_others_wait_nothing_is_lost(recognizer: Recognizer, shared_data: Path) -> None:
+    """Two speakers with a pause between: Whisper stops behind the first, and is asked again."""
+    first = load(shared_data / "speech/ls_1688-142285-0000.flac")[int(9.6 * 16_000) :]
+    second = load(shared_data / "speech/ls_1688-142285-0001.flac")[: int(5.6 * 16_000)]
+    audio = np.concatenate([first, np.zeros(8_000, np.float32), second])
+    transcript = recognizer.transcribe(audio, is_brief=True)
+    words = normal(transcript.text)
+    assert "too much of ste" in words and "said mister hale" in words, words
+    assert transcript.encoder_frames <= 1_500 * (1 + transcript.num_fallbacks), "no long step"

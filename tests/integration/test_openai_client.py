@@ -138,11 +138,12 @@ async def test_a_turn_ended_by_hand_and_a_trace_of_it(server_url: str, shared_da
                 "output_modalities": ["audio"],
                 "max_output_tokens": 24,
                 "audio": {"input": {"turn_detection": None}},
-                "parley": {"trace": True},  # type: ignore[typeddict-unknown-key]
+                "parley": {"trace": True, "word_timestamps": True},  # type: ignore[typeddict-unknown-key]
             }
         )
         await caller.until("session.updated")
-        await caller.say(recording(shared_data / "speech/sb_spk1_snt6.flac"), pace=20.0)
+        pcm = recording(shared_data / "speech/sb_spk1_snt6.flac")
+        await caller.say(pcm, pace=20.0)
         await caller.connection.input_audio_buffer.commit()
         await caller.connection.response.create()
         response = (await caller.until("response.done"))["response"]
@@ -153,6 +154,12 @@ async def test_a_turn_ended_by_hand_and_a_trace_of_it(server_url: str, shared_da
         assert turn["response_id"] == response["id"]
         assert turn["transcript"] == heard["transcript"]
         assert abs(sum(turn["stages_ms"].values()) - turn["voice_to_voice_ms"]) < 1e-6
+        (told,) = caller.of("parley.transcript.words")
+        assert " ".join(word["word"] for word in told["words"]) == heard["transcript"]
+        assert told["item_id"] == heard["item_id"]
+        edges = [edge for word in told["words"] for edge in (word["start_ms"], word["end_ms"])]
+        assert edges == sorted(edges) and 0 <= edges[0] < edges[-1] <= len(pcm) / 2 / RATE * 1000
+        assert turn["words"] == told["words"]
         assert not caller.of("input_audio_buffer.speech_started")
 
 

@@ -1,6 +1,6 @@
 /** One turn: what was said, its stages against their budget, and all else that is known of it. */
 
-import { STAGES, byId, element, ms, when } from "./dom.js";
+import { STAGES, byId, element, fillTable, ms, when } from "./dom.js";
 
 const dialog = /** @type {HTMLDialogElement} */ (byId("detail"));
 
@@ -30,7 +30,7 @@ export function showDetail(turn, recordingUrl) {
   releaseSound();
   soundUrl = recordingUrl;
   byId("detail-title").textContent = `${when(turn.ended_at_ms)} · ${outcome(turn)}`;
-  const parts = [words("Caller", turn.transcript), words("Parley", turn.reply)].flat();
+  const parts = [words("Caller", turn.transcript), wordTimes(turn.words ?? []), words("Parley", turn.reply)].flat();
   if (recordingUrl) parts.push(element("h3", "", "Recording: caller left, Parley right"), player(recordingUrl));
   parts.push(element("h3", "", heading(turn)), waterfall(turn));
   parts.push(...actions(turn.budget?.actions ?? []));
@@ -67,6 +67,18 @@ export function outcome(turn) {
  */
 function words(who, said) {
   return said ? [element("h3", "", who), element("p", "words", said)] : [];
+}
+
+/**
+ * @param {{word: string, start_ms: number, end_ms: number}[]} said
+ * @returns {HTMLElement[]}
+ */
+function wordTimes(said) {
+  if (!said.length) return [];
+  const table = element("table", "word-times");
+  const rows = said.map(({ word, start_ms: start, end_ms: end }) => [word, ms(start), ms(end)]);
+  fillTable(table, "When each word was said", ["Word", "From (ms)#", "To (ms)#"], rows);
+  return [element("details", "", element("summary", "", "When each word was said"), table)];
 }
 
 /**
