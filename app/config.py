@@ -203,10 +203,10 @@ class Settings(BaseSettings):
         description="keep a second engine process, without a model, for when the first one dies",
     )
     llm_speculation: str = Field(
-        default="off",  # on two cores drafts have not paid yet: docs/benchmarks.md
+        default="auto",
         min_length=1,
-        description="who drafts: auto (the head that comes with the model), off, ngram, or the "
-        "path of a draft head or of a smaller model",
+        description="who drafts: auto (the head that comes with the model, where it runs in "
+        "compiled code on a CPU), off, ngram, or the path of a draft head or of a smaller model",
     )
     llm_speculation_optional: bool = Field(
         default=False, description="start without speculation when the head does not fit"

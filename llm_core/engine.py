@@ -37,7 +37,7 @@ from llm_core.runner import ModelRunner
 from llm_core.sampler import ChunkRow
 from llm_core.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
-from llm_core.speculative.choice import make_controller, make_drafter
+from llm_core.speculative.choice import make_controller, make_drafter, speculates
 from llm_core.speculative.control import Controller
 from llm_core.speculative.drafter import Drafter
 from llm_core.speculator import Speculator
@@ -111,7 +111,8 @@ class Engine:
         drafter: Drafter | None = None
         with open_model(config.model_path) as opened:
             runner = ModelRunner.of(opened.model, config)
-            if config.speculation != "off":
+            is_speculating = speculates(config, runner)
+            if is_speculating:
                 drafter = make_drafter(config, runner, opened)
         engine = cls(
             runner,
@@ -124,7 +125,7 @@ class Engine:
             window=runner.attention_window(config),
             overlap_steps=config.overlap_steps,
         )
-        if config.speculation != "off":
+        if is_speculating:
             engine.speculate(drafter, make_controller(config, runner, drafter))
         engine._make.guides.prepare()
         return engine

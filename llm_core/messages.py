@@ -308,9 +308,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     then known one step later. ``torch_compile``: what a GPU step leaves to torch is compiled.
 
     ``speculation`` says who drafts: "off" nobody; "auto" the draft head that comes with this
-    package for the model, if there is one; "ngram" what stood in the text before; else the path of
-    a head or of a smaller model with the same tokens. What a grammar forces is drafted unless
-    "off". ``speculation_optional``: where the head does not fit, go on without one. At most
+    package for the model, if there is one, and the model runs in compiled code on a CPU without an
+    attention window, else nobody; "ngram" what stood in the text before; else the path of a head or
+    of a smaller model with the same tokens. What a grammar forces is drafted where anything may be.
+    ``speculation_optional``: where the head does not fit, go on without one. At most
     ``draft_tokens`` drafts of ``draft_depth`` one after another, of which ``draft_width`` paths are
     followed; ``draft_control`` "auto" drafts less, or not at all, where that is measured to be
     faster, "fixed" always does.
@@ -318,7 +319,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``attention_window``: tokens see only the last so many before them and the first
     ``attention_sinks`` of their sequence (both rounded up to blocks of 16), at the positions that
     they have in the text; blocks between are given back, so that a long conversation needs no more
-    of the pool than that. None: all. Not together with speculation, nor on a GPU. Raises ValueError
+    of the pool than that. None: all. Not together with drafts, nor on a GPU. Raises ValueError
     for impossible numbers.
     """
 
@@ -360,8 +361,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             recent = self.attention_window
             if recent < 16:
                 raise ValueError(f"attention_window must be at least 16, got {recent}")
-            if self.speculation != "off":
-                raise ValueError("attention_window needs speculation to be off")
+            if self.speculation not in ("off", "auto"):
+                raise ValueError("attention_window needs speculation to be off or auto")
         if self.overlap_rows < 0:
             raise ValueError(f"overlap_rows must be at least 0, got {self.overlap_rows}")
         if self.max_context is not None and self.max_context < 2:

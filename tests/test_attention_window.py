@@ -257,7 +257,7 @@ def test_a_short_conversation_sees_everything() -> None:
     [
         ({"attention_window": 8}, "attention_window must be at least 16, got 8"),
         ({"attention_sinks": -1}, "attention_sinks must be at least 0, got -1"),
-        ({"attention_window": 64, "speculation": "ngram"}, "needs speculation to be off"),
+        ({"attention_window": 64, "speculation": "ngram"}, "needs speculation to be off or auto"),
     ],
 )
 def test_impossible_windows_are_refused(changes: dict[str, Any], says: str) -> None:
@@ -268,7 +268,7 @@ def test_impossible_windows_are_refused(changes: dict[str, Any], says: str) -> N
 def test_a_server_that_asks_for_both_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARLEY_LLM_ATTENTION_WINDOW", "512")
     monkeypatch.setenv("PARLEY_LLM_SPECULATION", "ngram")
-    with pytest.raises(ConfigError, match="attention_window needs speculation to be off"):
+    with pytest.raises(ConfigError, match="attention_window needs speculation to be off or auto"):
         engine_config(load_settings(), Path("x"))
 
 

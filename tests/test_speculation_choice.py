@@ -11,10 +11,11 @@ import pytest
 from llm_core.engine import Engine
 from llm_core.errors import ModelLoadError
 from llm_core.loading.safetensors_writer import write_safetensors
-from llm_core.messages import EngineConfig
+from llm_core.messages import EngineConfig, ModelBackend
 from llm_core.model_files import open_model
 from llm_core.speculative.head_files import HeadFile, fingerprint, write_head
 from tests import tiny_model
+from tests.native_library import native_cache_dir
 from tests.random_heads import head_config, head_tensors
 from tests.test_engine import assert_nothing_left, reply_to
 from tests.tiny_model import write_tiny_gguf
@@ -25,10 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
 
-def engine_config(model: Path, speculation: str | Path, **options: Any) -> EngineConfig:
+def engine_config(
+    model: Path, speculation: str | Path, backend: ModelBackend = "torch", **options: Any
+) -> EngineConfig:
     return EngineConfig(
         model_path=str(model),
-        backend="torch",
+        backend=backend,
+        native_cache_dir=str(native_cache_dir()),
         max_sequences=2,
         speculation=str(speculation),
         draft_control="fixed",
@@ -55,9 +59,10 @@ def test_each_drafter_runs_and_changes_nothing(name: str, model: Path, tmp_path:
                 vocab_size = opened.model.config.vocab_size
             changes = {"draft_vocab_size": vocab_size, "has_draft_vocab": False}
         speculation = write(tmp_path / "head", model, name, **changes)
-    engine = Engine.load(engine_config(model, speculation))
+    backend: ModelBackend = "native" if name == "grammar" else "torch"
+    engine = Engine.load(engine_config(model, speculation, backend))
     assert engine._speculator is not None and engine._speculator.name == name
-    plain = Engine.load(engine_config(model, "off"))
+    plain = Engine.load(engine_config(model, "off", backend))
     assert plain._speculator is None
     params = {"max_tokens": 12, "ignore_eos": True}
     assert reply_to(engine, "Hi", **params)[0] == reply_to(plain, "Hi", **params)[0]
@@ -130,6 +135,20 @@ def test_the_measured_choice_is_the_default(name: str, model: Path, tmp_path: Pa
     assert_nothing_left(engine)
     assert engine._speculator is not None
     assert not getattr(engine._speculator._drafter, "_readings", {})
+
+
+@pytest.mark.parametrize(
+    ("backend", "window", "speculates"),
+    [("native", None, True), ("native", 64, False), ("torch", None, False)],
+)
+def test_automatically_drafts_are_made_where_they_were_measured(
+    model: Path, backend: ModelBackend, window: int | None, speculates: bool
+) -> None:
+    """In compiled code; a window asks for none, and has precedence over what nobody asked for."""
+    engine = Engine.load(engine_config(model, "auto", backend, attention_window=window))
+    assert (engine._speculator is not None) == speculates
+    assert reply_to(engine, "Hi", max_tokens=4, ignore_eos=True)[0]
+    assert_nothing_left(engine)
 
 
 def test_impossible_limits_are_refused() -> None:

@@ -37,6 +37,19 @@ _SIBLINGS = 2  # at each depth of a chain: they take no time of the head's, only
 logger = logging.getLogger("llm_core.speculation")
 
 
+def speculates(config: EngineConfig, runner: ModelRunner) -> bool:
+    """Whether steps are to verify drafts, as ``EngineConfig.speculation`` says."""
+    if config.speculation != "auto":
+        return config.speculation != "off"
+    if config.attention_window is not None:
+        logger.info("no speculation: tokens see a window")
+        return False
+    if not isinstance(runner.model, NativeDecoder):
+        logger.info("no speculation: whether it pays was measured for compiled code on a CPU only")
+        return False
+    return True
+
+
 def make_drafter(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Drafter | None:
     """Who drafts, as ``EngineConfig.speculation`` asks; None where "auto" finds nobody for this
     model, and then only what a guide forces is drafted.
