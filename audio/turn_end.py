@@ -29,7 +29,9 @@ from audio.turn_end_words import (
     MAY_END_STATEMENT,
     NUMBER_WORDS,
     OBJECT_VERBS,
+    POLITE_WORDS,
     QUESTION_WORDS,
+    REQUEST_VERBS,
     SUBORDINATORS,
     TRAILING_PHRASES,
     TRAILING_WORDS,
@@ -240,6 +242,9 @@ def _is_trailing(words: list[str], end: str, *, asks: bool) -> bool:
     if last in FILLERS and end[-1:] not in "?":
         return True
     if any(_ends_with(words, phrase) for phrase in TRAILING_PHRASES):
+        return True
+    request = [word for word in _words(_last_sentence(end)) if word not in POLITE_WORDS]
+    if len(request) == 1 and request[0] in REQUEST_VERBS and not asks:  # "Please name"
         return True
     if last not in TRAILING_WORDS:
         return False

@@ -96,6 +96,12 @@ OBJECT_VERBS = word_set(
     "afraid going gonna trying looking talking thinking wondering asking"
 )
 
+REQUEST_VERBS = word_set(
+    "name explain describe list compare recommend translate define find give show set tell bring"
+)
+"""Begin a request, and are none by themselves."""
+POLITE_WORDS = word_set("please can could would will you just and so now then okay")
+
 SUBORDINATORS = word_set("if when while because although though unless since whenever")
 """A sentence that begins so needs a second half."""
 

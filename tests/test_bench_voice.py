@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from app.bench.figures import PARTS, Answer, cpu_seconds, percentiles, waited_for, word_errors
-from app.bench.voice import Tally
+from app.bench.voice import Tally, wait_note
 from app.bench.voice_script import SCRIPT, Kind, Utterance
 from app.cli import cli
 from app.cli_bench import _show_voice
@@ -190,3 +190,10 @@ def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_command(tmp_path: Path
     command = ["bench", "voice", "--record", str(tmp_path / "file" / "inside")]
     told = CliRunner(env={"COLUMNS": "200"}).invoke(cli, command)
     assert told.exit_code == 2 and "cannot be made" in told.output and "--record" in told.output
+
+
+def test_a_wait_is_told_as_what_it_was() -> None:
+    """The silence before an answer that was taken back is none: it began in a pause."""
+    assert wait_note(Turn(), 412.3) == "412 ms"
+    assert wait_note(Turn(), None) == "no sound"
+    assert wait_note(Turn(is_withdrawn=True), 0.0) == "answered too early and taken back"

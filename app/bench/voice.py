@@ -32,6 +32,7 @@ from app.phone_peers import PEERS
 from app.recording import RATE, Played, first_audible
 from app.server_process import own_server
 from app.talk_client import NoReplyError, NoSpeechError, TalkClient, TalkResult, open_talk
+from app.talk_log import Turn
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 
@@ -304,8 +305,16 @@ class _Caller:
         if self.options.record is not None:
             file = f"caller{self.number + 1}_{index + 1:02d}.wav"
             result.recording.write(self.options.record / file)
-        waits = ", ".join("none" if gap is None else f"{gap:.0f}" for gap in result.gaps_ms)
+        turns = list(zip(result.turns, result.gaps_ms, strict=True))
+        waits = ", ".join(wait_note(turn, gap) for turn, gap in turns)
         heard = " | ".join(
-            " / ".join(text or "-" for text in t.heard.values()) for t in result.turns
+            " / ".join(text or "-" for text in t.heard.values()) for t, _ in turns if t.heard
         )
-        self.on_note(f"{name}: {waits} ms; heard {heard!r}")
+        self.on_note(f"{name}: {waits}; heard {heard!r}")
+
+
+def wait_note(turn: Turn, gap_ms: float | None) -> str:
+    """How long the caller waited for an answer."""
+    if turn.is_withdrawn:
+        return "answered too early and taken back"
+    return "no sound" if gap_ms is None else f"{gap_ms:.0f} ms"
