@@ -66,13 +66,15 @@ class WhisperDecoder:
         self._tokenizer_of = lru_cache(maxsize=8)(self._make_tokenizer)
 
     def check_language(self, language: str | None) -> str | None:
-        """The model's code for ``language`` ("en", "en-US", "DE"), None stays None (detect).
+        """The model's code for ``language`` ("en", "en-US", "DE", "english"); None stays None
+        (detect).
 
         Raises AudioError for a language that the model does not know.
         """
         if language is None:
             return None if self.is_multilingual else "en"
         code = language.strip().lower().replace("_", "-").split("-")[0]
+        code = "en" if code == "english" else code
         known = self._whisper.supported_languages
         if code not in known:
             names = "English only" if len(known) == 1 else f"{len(known)} languages"

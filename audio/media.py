@@ -15,12 +15,18 @@ import av
 import numpy as np
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
+from av.audio.stream import AudioStream
+from av.container import InputContainer
 
 from audio.errors import AudioFormatError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 from audio.wav import MAX_RATE, MIN_RATE
 
 EXPECTED = "expected a WAV, FLAC, Ogg, MP3, AAC, MP4 (M4A) or WebM file"
+
+# Their frames stand one behind the other, and each is found by its first bits: behind the last one
+# many files have more (tags, a rest of the disk's), which every player passes over.
+_FRAMED = ("mp3", "aac")
 
 # Bytes at a place, and FFmpeg's name of what begins so. Nothing else is tried: among its formats
 # are playlists, which name other files.
@@ -63,10 +69,11 @@ def read_speech(
 
 
 def _blocks(content: bytes) -> Iterator[Samples]:
+    file_format = _format_of(content)
     with av.open(
         io.BytesIO(content),
         "r",
-        format=_format_of(content),
+        format=file_format,
         metadata_errors="replace",
         io_open=_no_other_file,
     ) as container:
@@ -77,7 +84,7 @@ def _blocks(content: bytes) -> Iterator[Samples]:
             raise AudioFormatError("the recording is in an encoding that is not known")
         stream.codec_context.thread_count = 1
         resampler, last = _resampler(), None
-        for frame in container.decode(stream):
+        for frame in _frames(container, stream, passes_over=file_format in _FRAMED):
             if not MIN_RATE <= frame.sample_rate <= MAX_RATE:
                 raise AudioFormatError(
                     f"the recording says that its sample rate is {frame.sample_rate} Hz: expected "
@@ -91,6 +98,26 @@ def _blocks(content: bytes) -> Iterator[Samples]:
             frame.pts = None  # gaps between packets are no silence that anybody heard
             yield from _resampled(resampler, frame)
         yield from _resampled(resampler, None)
+
+
+def _frames(
+    container: InputContainer, stream: AudioStream, *, passes_over: bool
+) -> Iterator[AudioFrame]:
+    """Of ``stream``, in order. ``passes_over``: without packets that cannot be decoded, as long as
+    more can. Raises av.FFmpegError."""
+    num_decoded = num_lost = 0
+    for packet in container.demux(stream):
+        try:
+            frames = packet.decode()
+        except av.FFmpegError:
+            num_lost += 1
+            if not passes_over:
+                raise
+            continue
+        num_decoded += 1
+        yield from frames
+    if num_lost > num_decoded:
+        raise AudioFormatError("most of the recording cannot be decoded")
 
 
 def _resampler() -> AudioResampler:

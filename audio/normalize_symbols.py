@@ -22,7 +22,7 @@ _TRANSLATION = str.maketrans(
     {
         "‘": "'", "’": "'", "‛": "'", "ʼ": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"',
         "‐": "-", "‑": "-", "‒": "–", "―": "—", "…": "...", "\u00a0": " ", "\u2009": " ",
-        "\u202f": " ", "\u2007": " ", "\u3000": " ", "\t": " ", "\r": " ", "⁄": "/", "∕": "/",
+        "\u202f": " ", "\u2007": " ", "\u3000": " ", "⁄": "/", "∕": "/",
         "\u200b": None, "\u2060": None, "\ufeff": None, "\u00ad": None, "\u200e": None,
         "\u200f": None, "⋅": "·", "∙": "·", "∗": "*", "％": "%", "＋": "+", "＝": "=",
     }
@@ -61,6 +61,7 @@ _ERA_YEAR = re.compile(r"(?<![\w.,])(\d{3,4})(?= (?:AD|BC|BCE|CE|A\.D|B\.C)\b)")
 _NUMBER = re.compile(rf"(?:(?<=^)|(?<=[\s(\"'=×÷*/+<>]))[-−+](?={NUM})")
 _PLAIN = re.compile(NUM)
 
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # line breaks tell of lists
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUPERSCRIPT = re.compile(r"([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ]+)")
@@ -122,8 +123,8 @@ def clean(text: str) -> str:
     """Plain quotes and spaces, no emoji, no invisible characters, no remains of Markdown."""
     if not text.isascii():
         text = strip_emoji(unicodedata.normalize("NFC", text)).translate(_TRANSLATION)
-    else:
-        text = text.replace("\t", " ").replace("\r", " ")
+    if not text.isprintable():  # espeak-ng fails at a zero byte
+        text = _CONTROL.sub(" ", text)
     if "[" in text:
         text = _LEFT_OVER_LINK.sub(r"\1", text)
         text = _LEFT_OVER_CITATION.sub("", text)

@@ -42,8 +42,9 @@ _SAMPLE = "Hello there, this is a first sentence."
 _MIN_FRAMES = 20
 # Of the audio in hand, what making the next piece may take.
 _MAKING_SHARE = 0.5
-# Where nobody waits a piece is long, since each costs its halos, but not the whole of a long
-# clause: another caller's may be needed at once, and what is being made is made to its end.
+# Where nobody waits a piece is long, since each costs its halos, but never the whole of a long
+# clause: another caller's may be needed at once, and what is being made is made to its end. Half a
+# minute at once also took a gigabyte, which the decoder keeps.
 _PATIENT_S = 2.0
 
 # Short clauses come again and again ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
@@ -195,8 +196,8 @@ class Synthesizer:
         """Frames of the next piece: so many that making them, and then the shortest piece behind
         them, takes less than what was made lasts. None: there is no hurry."""
         left = utterance.num_frames - utterance.num_made
+        patient = round(_PATIENT_S * self.sample_rate / self._net.hop_len)
         if made_len is None:
-            patient = round(_PATIENT_S * self.sample_rate / self._net.hop_len)
             return left if left <= patient * 3 // 2 else patient
         frame_s, cost_s = self._net.hop_len / self.sample_rate, self._net.decode_s
         around = 2 * self._net.halo_len
@@ -206,6 +207,7 @@ class Synthesizer:
         else:
             in_hand_s = made_len / self.sample_rate
             num_frames = max(_MIN_FRAMES, round(in_hand_s * _MAKING_SHARE / cost_s) - around)
+            num_frames = min(num_frames, patient)
         # A short rest is not worth a piece of its own.
         return left if left <= num_frames + _MIN_FRAMES // 2 else num_frames
 

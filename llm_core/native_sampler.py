@@ -15,7 +15,7 @@ from kernels.native import library as native
 from llm_core.batch import MAXIMUM_LEN
 from llm_core.sampler import FloatRow, SamplerState
 
-_NUM_SCRATCH = 4  # rows of numbers
+_NUM_SCRATCH = 6  # rows of numbers
 
 
 class NativeSampler:
@@ -35,7 +35,7 @@ class NativeSampler:
         assert len(maxima) == -(-len(row) // MAXIMUM_LEN)
         draw = self._draws.get(state)
         if draw is None:
-            draw = self._draws[state] = _draw_of(state)
+            draw = self._draws[state] = _draw_of(state, self._vocab_size)
         draw.fraction = fraction
         if state.seen is not None:
             draw.seen, draw.num_seen = state.seen.ids_address, len(state.seen)
@@ -49,7 +49,7 @@ class NativeSampler:
         return token
 
 
-def _draw_of(state: SamplerState) -> native.Draw:
+def _draw_of(state: SamplerState, vocab_size: int) -> native.Draw:
     """What stays the same for all of a request's tokens."""
     params = state.params
     return native.Draw(
@@ -62,6 +62,6 @@ def _draw_of(state: SamplerState) -> native.Draw:
         temperature=params.temperature,
         top_p=params.top_p,
         min_p=params.min_p,
-        top_k=params.top_k,
+        top_k=min(params.top_k, vocab_size),  # of 32 bits, and more is none
         is_greedy=state.is_greedy,
     )

@@ -49,7 +49,13 @@ def _checks(params: SamplingParams) -> tuple[tuple[str, float, bool, str], ...]:
         ("top_k", params.top_k, params.top_k >= 0, "0 (off) or more"),
         ("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "above 0 and at most 1"),
         ("min_p", params.min_p, 0.0 <= params.min_p <= 1.0, "between 0 and 1"),
-        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
+        (
+            "repetition_penalty",
+            params.repetition_penalty,
+            # Beyond, single precision makes logits of it that are none.
+            0.01 <= params.repetition_penalty <= 100,
+            "between 0.01 and 100",
+        ),
         *(
             (name, value, -2.0 <= value <= 2.0, "between -2 and 2")
             for name, value in (

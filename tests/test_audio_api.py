@@ -216,19 +216,19 @@ async def test_forms_are_checked(
 
 
 @pytest.mark.parametrize(
-    ("content", "code"),
+    ("content", "status", "code"),
     [
-        (b"What is this?", "invalid_file"),
-        (wav(1.0)[:44], "invalid_file"),
-        (b"", "missing_required_parameter"),
-        (wav(4.0), "invalid_file"),  # 3 s are allowed here
-        (bytes(150_000), "request_too_large"),
+        (b"What is this?", 400, "invalid_file"),
+        (wav(1.0)[:44], 400, "invalid_file"),
+        (b"", 400, "invalid_file"),
+        (wav(4.0), 400, "invalid_file"),  # 3 s are allowed here
+        (bytes(150_000), 413, "request_too_large"),
     ],
 )
-async def test_files_are_checked(tmp_path: Path, content: bytes, code: str) -> None:
+async def test_files_are_checked(tmp_path: Path, content: bytes, status: int, code: str) -> None:
     async with serving(tmp_path, max_file_s=3.0, max_file_mb=0.13) as client:
         response = await transcribe(client, content)
-        assert response.status_code == 400
+        assert response.status_code == status
         assert (error_of(response)["code"], error_of(response)["param"]) == (code, "file")
 
 

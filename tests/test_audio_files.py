@@ -164,6 +164,30 @@ def test_files_one_behind_the_other_are_one_recording() -> None:
     assert pitch_of(samples[32_000:]) == pytest.approx(440, abs=3)
 
 
+@pytest.mark.parametrize(
+    ("tail", "seconds"),
+    [(random.Random(1).randbytes(20_000), 0.2), (bytes(20_000), 0.1), (b"APETAGEX" * 300, 0.1)],
+)
+def test_what_stands_behind_the_last_frame_is_passed_over(tail: bytes, seconds: float) -> None:
+    for content in (of_soundfile("MP3"), of_container("adts", "aac")):
+        samples = read_speech(content + tail, max_s=60)
+        assert len(samples) / 16_000 == pytest.approx(2.0, abs=seconds)
+        assert pitch_of(samples) == pytest.approx(440, abs=3)
+
+
+def test_a_hole_in_a_recording_is_not_its_end() -> None:
+    content = of_soundfile("MP3")
+    middle = len(content) // 2
+    holed = content[:middle] + random.Random(2).randbytes(3_000) + content[middle:]
+    assert 1.8 < len(read_speech(holed, max_s=60)) / 16_000 < 2.2
+
+
+def test_some_sound_in_much_that_is_none() -> None:
+    sync = b"\xff\xfb\x90\x44" + b"\xff" * 413  # the head of a frame, and nothing good in it
+    with pytest.raises(AudioFormatError, match="cannot be decoded"):
+        read_speech(of_soundfile("MP3") + sync * 300, max_s=60)
+
+
 def test_an_encoding_that_nobody_knows() -> None:
     content = bytearray(of_soundfile("WAV", rate=16_000, channels=1))
     content[20:22] = b"\x34\x12"

@@ -105,6 +105,20 @@ def test_every_parameter_reaches_the_engine() -> None:
     assert chat.stream and chat.usage_at_end and chat.usage_always
 
 
+@pytest.mark.parametrize("name", ["top_k", "max_tokens", "max_completion_tokens", "min_tokens"])
+def test_numbers_that_cannot_be_sent_are_named(name: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        parse(**{name: 2**70})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("factor", [1e-300, 0.0, 101.0])
+def test_factors_that_make_no_numbers_of_logits(factor: float) -> None:
+    with pytest.raises(ClientError) as caught:
+        parse(repetition_penalty=factor)
+    assert caught.value.param == "repetition_penalty"
+
+
 def test_null_is_the_default() -> None:
     names = (
         *("temperature", "top_p", "seed", "stop", "max_tokens", "max_completion_tokens", "n"),

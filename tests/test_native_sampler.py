@@ -130,3 +130,26 @@ def test_a_penalty_can_take_the_best_of_a_piece_away() -> None:
     assert native.draw(row, noted(row), state(200, (70, 71), repetition_penalty=2.0), 0.5) == 130
     assert native.draw(row, noted(row), state(200, **greedy, logit_bias={3: 20.0}), 0.0) == 3
     assert native.draw(row, noted(row), state(200, **greedy, logit_bias={9: 0.5}), 0.0) == 70
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_word_may_be_counted_and_biased_at_once(form: str) -> None:
+    """More logits are changed, and put back, than the row has."""
+    size = 300
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5}
+    sampler = state(size, logit_bias=dict.fromkeys(range(size), 1.5), **options)
+    for token in range(200):
+        sampler.observe(token)
+    row = logits(11, 3.0, size)
+    before = row.copy()
+    token = drawer(form, size).draw(row, noted(row), sampler, 0.5)
+    assert np.array_equal(row, before)
+    assert_drawn(token, row, sampler, 0.5)
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**32 + 1, 2**62])
+def test_a_top_k_of_more_than_32_bits_cuts_nothing(top_k: int) -> None:
+    row = logits(12, 1.0, 300)
+    sampler = state(300, temperature=1.0, top_k=top_k)
+    tokens = {drawer(FORMS[0], 300).draw(row, noted(row), sampler, f / 50) for f in range(50)}
+    assert len(tokens) > 20

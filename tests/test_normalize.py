@@ -254,6 +254,13 @@ def test_prose_is_left_alone(text: str) -> None:
     assert normalize(text) == text
 
 
+@pytest.mark.parametrize("char", [*map(chr, {*range(32)} - {10}), "\x7f", "\x85", "\x9b"])
+def test_control_characters_are_white_space(char: str) -> None:
+    """The voice takes a C string."""
+    assert normalize(f"Go{char}on.") == "Go on."
+    assert normalize(f"Café{char}au lait.") == "Café au lait."
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.one_of(
@@ -264,6 +271,7 @@ def test_nothing_but_words_and_pauses_comes_out(text: str) -> None:
     spoken = normalize(text)
     assert not any(char.isdecimal() for char in spoken)
     assert not set(spoken) & set('*_`~#<>|\\^{}[]()"$%&@=+/\n\t')
+    assert spoken.isprintable() or not spoken.isascii()
     assert spoken == spoken.strip()
     assert "  " not in spoken
 

@@ -104,10 +104,10 @@ class ChatRequest(WireModel):
     stream_options: StreamOptions | None = None
 
     # Of other servers of this API; load tools use them.
-    top_k: Annotated[int, Field(ge=0), null_is(0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=_INT64), null_is(0)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0), null_is(0.0)] = 0.0
-    repetition_penalty: Annotated[float | None, Field(gt=0.0, le=100.0)] = None
-    min_tokens: Annotated[int, Field(ge=0), null_is(0)] = 0
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
+    min_tokens: Annotated[int, Field(ge=0, lt=_INT64), null_is(0)] = 0
     ignore_eos: Annotated[bool, null_is(default=False)] = False
     structured_outputs: StructuredOutputs | None = None
 

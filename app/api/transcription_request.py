@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, StringConstraints, ValidationError
 
+from app.api.http_body import BodyTooLargeError
 from app.api.models import UnknownModelError
 from app.api.multipart import FormField, form_fields
 from app.api.realtime_fields import (
@@ -84,16 +85,14 @@ def parse_transcription(
             content = one.value
         else:
             _add(values, one)
-    if not content:
+    if content is None:
         raise ClientError(
             "Missing required parameter: 'file'.", code="missing_required_parameter", param="file"
         )
+    if not content:
+        raise ClientError("Invalid 'file': it is empty.", code="invalid_file", param="file")
     if len(content) > max_file_bytes:
-        raise ClientError(
-            f"The file may have at most {max_file_bytes} bytes.",
-            code="request_too_large",
-            param="file",
-        )
+        raise BodyTooLargeError(f"The file may have at most {max_file_bytes} bytes.", param="file")
     try:
         form = TranscriptionForm.model_validate(values)
     except ValidationError as error:

@@ -212,15 +212,16 @@ static int64_t choose(chooser *c, const pn_draw *draw) {
 }
 
 /* The token, or -1 where the logits are unusable. `row` [vocab_size] is as it was afterwards;
- * `maxima` are its own. `scratch` has 4 * (vocab_size + PN_MAXIMUM_LEN) numbers of 4 bytes; no more than
- * vocab_size ids are penalised or biased, all of them sound. */
+ * `maxima` are its own. `scratch` has 6 * (vocab_size + PN_MAXIMUM_LEN) numbers of 4 bytes. The ids seen
+ * differ from each other, as do those counted and those biased; all of them are sound. */
 int64_t pn_draw_token(float *row, const float *maxima, int vocab_size, const pn_draw *draw,
                       float *scratch) {
     int num_maxima = (vocab_size + PN_MAXIMUM_LEN - 1) / PN_MAXIMUM_LEN;
     int room = vocab_size + PN_MAXIMUM_LEN; /* a list is written one beyond its end */
     chooser c = {.row = row, .maxima = scratch, .sums = scratch + num_maxima, .num_maxima = num_maxima,
-                 .old = scratch + room, .weights = scratch + 2 * room,
-                 .ids = (int32_t *)(scratch + 3 * room), .vocab_size = vocab_size};
+                 .weights = scratch + room, .ids = (int32_t *)(scratch + 2 * room),
+                 .old = scratch + 3 * room, /* as many as are seen, counted and biased */
+                 .vocab_size = vocab_size};
     memcpy(c.maxima, maxima, sizeof(float) * c.num_maxima);
     penalise(&c, draw);
     int64_t token = choose(&c, draw);

@@ -178,6 +178,7 @@ def test_bad_samples(recognizer: Recognizer) -> None:
 def test_languages(recognizer: Recognizer, asr_model_dir: Path, shared_data: Path) -> None:
     samples = load(shared_data / "speech/az_weather.flac")
     assert recognizer.transcribe(samples, language="en-US").text
+    assert recognizer.transcribe(samples, language="English").text
     with pytest.raises(AudioError, match="does not know the language 'fr'"):
         recognizer.transcribe(samples, language="fr")
     assert Recognizer(asr_model_dir, language=None).language == "en"

@@ -254,3 +254,10 @@ def test_a_long_clause_without_hurry_lets_others_in_between(deterministic: Synth
     assert len(pieces) > 1 and max(lengths_s) <= 3.1, lengths_s
     hasty = [piece.samples for piece in deterministic.stream(text)]
     np.testing.assert_allclose(np.concatenate(pieces), np.concatenate(hasty), atol=1e-4)
+
+
+def test_nor_does_a_hurry_once_there_is_enough_to_hear(deterministic: Synthesizer) -> None:
+    """A clause of two minutes: what is in hand would allow for pieces of half a minute."""
+    pieces = [piece.samples for piece in deterministic.stream("9" * 200, speed=0.5)]
+    lengths_s = [len(samples) / deterministic.sample_rate for samples in pieces]
+    assert sum(lengths_s) > 60 and max(lengths_s) <= 3.5, max(lengths_s)
