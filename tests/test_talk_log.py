@@ -15,6 +15,12 @@ from tests.fakes import EnergyVad
 
 COMMITTED_A: Event = {"type": "input_audio_buffer.committed", "item_id": "a"}
 GONE_A: Event = {"type": "conversation.item.deleted", "item_id": "a"}
+TAKEN_BACK: tuple[Event, ...] = (
+    COMMITTED_A,
+    {"type": "response.created", "response": {"id": "r"}},
+    {"type": "response.done", "response": {"id": "r", "status": "cancelled"}},
+    GONE_A,
+)
 
 
 def log() -> TalkLog:
@@ -31,10 +37,7 @@ def test_nothing_is_owed_for_an_utterance_that_goes_on() -> None:
 def test_its_answer_is_kept_apart_from_that_to_the_whole() -> None:
     heard = log()
     for event in (
-        COMMITTED_A,
-        {"type": "response.created", "response": {"id": "r"}},
-        {"type": "response.done", "response": {"id": "r", "status": "cancelled"}},
-        GONE_A,
+        *TAKEN_BACK,
         COMMITTED_A | {"item_id": "b"},
     ):
         heard.feed(event, 0)
@@ -45,12 +48,7 @@ def test_its_answer_is_kept_apart_from_that_to_the_whole() -> None:
 
 def test_a_person_sees_that_it_was_taken_back() -> None:
     heard = log()
-    for event in (
-        COMMITTED_A,
-        {"type": "response.created", "response": {"id": "r"}},
-        {"type": "response.done", "response": {"id": "r", "status": "cancelled"}},
-        GONE_A,
-    ):
+    for event in (*TAKEN_BACK,):
         heard.feed(event, 0)
     voiced = VoicedFrames(np.zeros(RATE, np.float32), RATE, EnergyVad())
     audio = CallerAudio(Path("jfk.flac"), np.zeros(RATE, np.int16), voiced, 16_000)

@@ -17,7 +17,7 @@ from app.api.chat_output import ChatOutput, Wire
 from app.api.chat_request import Chat, ChatDefaults, parse_chat
 from app.api.http_body import read_body
 from app.api.http_errors import error_body, error_response
-from app.api.leaving import while_connected
+from app.api.leaving import Answer
 from app.api.models import check_model
 from app.api.sse import sse_event, sse_start
 from app.conversation.engines import TalkEngine
@@ -55,7 +55,7 @@ def chat_router(engine: TalkEngine, defaults: ChatDefaults) -> APIRouter:
     return router
 
 
-class _Answer(Response):
+class _Answer(Answer):
     """Runs the request and sends what it brings. Status and headers wait for the first event, so
     that an error before it has its own status."""
 
@@ -65,9 +65,6 @@ class _Answer(Response):
         self._chat = chat
         info = engine.info
         self._output = ChatOutput(chat, info.name, info.tool_format)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(

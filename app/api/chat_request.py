@@ -6,11 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BeforeValidator, Field
 
 from app.api.chat_messages import Messages, Tools, to_messages, to_tools
-from app.api.realtime_fields import WireModel, invalid, null_is, only, to_client_error
+from app.api.realtime_fields import WireModel, invalid, null_is, only, parse_body
 from app.errors import ClientError
 from llm_core import (
     ChatMessage,
@@ -156,17 +155,7 @@ class Chat:
 
 def parse_chat(body: bytes, context_len: int, defaults: ChatDefaults) -> Chat:
     """Raises ClientError, naming the parameter."""
-    try:
-        value = from_json(body, allow_inf_nan=False, cache_strings="none")
-    except ValueError as error:
-        raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ClientError("The body must be a JSON object.", code="invalid_json")
-    try:
-        request = ChatRequest.model_validate(value)
-    except ValidationError as error:
-        raise to_client_error(error) from error
-    return _to_chat(request, context_len, defaults)
+    return _to_chat(parse_body(body, ChatRequest), context_len, defaults)
 
 
 def _to_chat(request: ChatRequest, context_len: int, defaults: ChatDefaults) -> Chat:

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from typing import Any
 
-from starlette.types import Receive
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+
+class Answer(Response):
+    """Worked on until it is done or the client leaves; ``place`` is closed then."""
+
+    def __init__(self, place: ExitStack | None = None) -> None:
+        super().__init__()
+        self._place = place or ExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            await while_connected(self._answer(scope, receive, send), receive)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -7,10 +7,10 @@ wrote, as in ``session.audio.input.format.rate``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from app.errors import ClientError
 
@@ -22,6 +22,9 @@ class WireModel(BaseModel):
     """Strict types; a field that we do not know is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+WireT = TypeVar("WireT", bound=WireModel)
 
 
 def unsupported(what: str) -> PydanticCustomError:
@@ -97,6 +100,20 @@ def to_client_error(error: ValidationError, prefix: str = "") -> ClientError:
     """The first failure, in the words and codes of the Realtime API."""
     details = error.errors(include_url=False, include_context=True)[0]
     return _describe(details, _path(details["loc"], prefix))
+
+
+def parse_body(body: bytes, kind: type[WireT]) -> WireT:
+    """A request's body, a JSON object. Raises ClientError, naming the parameter."""
+    try:
+        value = from_json(body, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ClientError("The body must be a JSON object.", code="invalid_json")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise to_client_error(error) from error
 
 
 # Items come in several types; pydantic puts the type's name into the path of an error.

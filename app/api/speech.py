@@ -8,11 +8,10 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.http_errors import error_response
-from app.api.leaving import while_connected
+from app.api.leaving import Answer
 from app.api.speech_request import SpeechRequest
 from app.clock import MonotonicClock
 from app.conversation.reading import read_aloud
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 _UNREAD_S = 30.0
 
 
-class SpeechAnswer(Response):
+class SpeechAnswer(Answer):
     """Reads the text aloud and sends the sound. Status and headers wait for the first of it, so
     that an error before it has its own status; after one behind it the file has no end."""
 
@@ -41,15 +40,10 @@ class SpeechAnswer(Response):
     def __init__(
         self, services: Services, asked: SpeechRequest, done: Done, place: ExitStack
     ) -> None:
-        super().__init__()
+        super().__init__(place)
         self._services = services
         self._asked = asked
         self._done = done
-        self._place = place
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
-            await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = self._asked

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, ValidationError
-from pydantic_core import from_json
+from pydantic import Field, StringConstraints
 
 from app.api.models import UnknownModelError
-from app.api.realtime_fields import VoiceName, WireModel, null_is, only, to_client_error
+from app.api.realtime_fields import VoiceName, WireModel, null_is, only, parse_body
 from app.api.realtime_names import Names
 from app.errors import ClientError
 from audio.encoders import FileFormat
@@ -35,16 +34,7 @@ class SpeechRequest(WireModel):
 
 def parse_speech(body: bytes, names: Names) -> SpeechRequest:
     """Raises ClientError, naming the parameter."""
-    try:
-        value = from_json(body, allow_inf_nan=False, cache_strings="none")
-    except ValueError as error:
-        raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ClientError("The body must be a JSON object.", code="invalid_json")
-    try:
-        request = SpeechRequest.model_validate(value)
-    except ValidationError as error:
-        raise to_client_error(error) from error
+    request = parse_body(body, SpeechRequest)
     if not names.is_speech_model(request.model):
         raise UnknownModelError(
             f"The model {request.model[:100]!r} does not speak here. This server has "

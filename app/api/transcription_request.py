@@ -55,6 +55,11 @@ class TranscriptionForm(WireModel):
         str | None, only(None, "auto", what="Only 'auto': files are cut at pauses.")
     ] = None
 
+    @property
+    def main_language(self) -> str | None:
+        """``language`` without its country: "en" for "en-US"."""
+        return self.language.lower().split("-")[0] if self.language else None
+
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionRequest:
@@ -116,7 +121,7 @@ def parse_transcription(
     lines = form.response_format in ("srt", "vtt") or (is_verbose and granularities != {"word"})
     return TranscriptionRequest(
         content=content,
-        language=form.language.lower().split("-")[0] if form.language else None,
+        language=form.main_language,
         prompt=form.prompt,
         response_format=form.response_format,
         wants_words="word" in granularities,
@@ -148,8 +153,7 @@ def _check_names(form: TranscriptionForm, names: Names) -> None:
             f"{names.transcriber!r}, for which OpenAI's names ('whisper-1') stand as well.",
             param="model",
         )
-    language = (form.language or "en").lower().split("-")[0]
-    if names.english_only and language not in ("en", "english"):
+    if names.english_only and (form.main_language or "en") not in ("en", "english"):
         raise ClientError(
             f"Unsupported value for 'language': {names.transcriber!r} knows English only.",
             code="unsupported_value",

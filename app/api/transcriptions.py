@@ -14,7 +14,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.http_errors import error_body, error_response
-from app.api.leaving import while_connected
+from app.api.leaving import Answer
 from app.api.sse import sse_event, sse_start
 from app.api.transcription_output import rendered, text_of, usage_of
 from app.api.transcription_request import TranscriptionRequest
@@ -28,7 +28,7 @@ from audio.media import read_speech
 logger = logging.getLogger(__name__)
 
 
-class TranscriptionAnswer(Response):
+class TranscriptionAnswer(Answer):
     """Decodes the file, has it transcribed and sends what was said."""
 
     @dataclass(slots=True)
@@ -41,15 +41,10 @@ class TranscriptionAnswer(Response):
     def __init__(
         self, services: Services, asked: TranscriptionRequest, done: Done, place: ExitStack
     ) -> None:
-        super().__init__()
+        super().__init__(place)
         self._services = services
         self._asked = asked
         self._done = done
-        self._place = place
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place:
-            await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -13,7 +13,8 @@ would not. Probabilities are what the drafter says, corrected by how often that 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -46,7 +47,7 @@ class AutoController:
         self._cost = cost
         self._draft_cost = draft_cost
         self._truth = Truth()
-        self._records: dict[tuple[int, int], Record] = {}
+        self._records: defaultdict[tuple[int, int], Record] = defaultdict(Record)
         self._record = Record()
         self._kind = _PLAIN
         self._expected_ns = 1.0  # of a step without drafts
@@ -57,7 +58,7 @@ class AutoController:
 
     def shape(self, situation: Situation) -> DraftShape | None:
         self._kind = _PLAIN
-        self._record = self._records.setdefault(_size_class(situation), Record())
+        self._record = self._records[_size_class(situation)]
         self._expected_ns = self._cost.ns(situation.num_rows)
         if situation.is_patient and situation.num_rows > situation.num_streams:
             return None  # somebody waits for a prompt, and nobody for these streams
@@ -192,54 +193,53 @@ class AutoController:
     def _best_depth(self, situation: Situation) -> int:
         """How far all streams together go: a pass of the head takes as long for the last stream
         that is still sure of itself as for all."""
-        rows, streams = situation.num_rows, situation.num_streams
-        first_ns, step_ns = self._draft_ns(streams)
-        tokens, path, best, best_rate = 1.0, self._truth.first, 1, 0.0
+        draft_ns = self._draft_ns(situation.num_streams)
+        chains = self._chains(situation, self._truth.first, self._truth.later, draft_ns)
+        rates = [tokens / took_ns for tokens, took_ns in chains]
+        return 1 + rates.index(max(rates))
+
+    def _chains(
+        self, situation: Situation, first: float, later: float, draft_ns: tuple[float, float]
+    ) -> Iterator[tuple[float, float]]:
+        """By depth from 1 on: what a stream says and how long it takes, when all have a chain of so
+        many drafts, the first right with ``first`` and each that follows a right one with
+        ``later``. ``draft_ns``: of the first drafts and of the further ones, of all streams."""
+        tokens, path, drafting_ns = 1.0, first, draft_ns[0]
         for depth in range(1, self._limits.max_depth + 1):
             tokens += path
-            path *= self._truth.later
-            took_ns = self._cost.ns(rows + depth * streams) + first_ns + (depth - 1) * step_ns
-            if tokens / took_ns > best_rate:
-                best, best_rate = depth, tokens / took_ns
-        return best
+            rows = situation.num_rows + depth * situation.num_streams
+            yield tokens, self._cost.ns(rows) + drafting_ns
+            path *= later
+            drafting_ns += draft_ns[1]
 
     def _outlook(self, situation: Situation) -> float:
         """What drafts would gain in such a step, by how sure and how right they are elsewhere: with
         chains for all streams, or with one draft for those streams whose drafts are surest."""
         rows, streams = situation.num_rows, situation.num_streams
         is_known = self._truth.num_proposed >= _FORESEEN
-        path, later = (self._truth.first, self._truth.later) if is_known else (_HOPED, _HOPED)
-        first_ns, step_ns = self._draft_ns(streams)
+        first, later = (self._truth.first, self._truth.later) if is_known else (_HOPED, _HOPED)
+        draft_ns = self._draft_ns(streams)
         now_ns = self._cost.ns(rows)
-        plain_ns = now_ns * (self._record.plain_time.value or 1.0)  # with what is no row's
-        tokens, best = 1.0, 0.0
-        for depth in range(1, self._limits.max_depth + 1):
-            tokens += path
-            path *= later
-            more_ns = self._cost.ns(rows + depth * streams) - now_ns
-            took_ns = plain_ns + more_ns + first_ns + (depth - 1) * step_ns
-            best = max(best, tokens * plain_ns / took_ns)
+        plain_ns = now_ns * (self._record.plain_time.value or 1.0)
+        ways = list(self._chains(situation, first, later, draft_ns))
         for share, right in self._truth.surest() if is_known else ():
-            more_ns = self._cost.ns(rows + math.ceil(share * streams)) - now_ns
-            best = max(best, (1.0 + right) * plain_ns / (plain_ns + more_ns + first_ns))
-        return best
+            took_ns = self._cost.ns(rows + math.ceil(share * streams)) + draft_ns[0]
+            ways.append((1.0 + right, took_ns))
+        beside_ns = plain_ns - now_ns  # what of a step is no row's
+        return max(tokens * plain_ns / (took_ns + beside_ns) for tokens, took_ns in ways)
 
     def _could_pay(self, situation: Situation) -> bool:
         """Whether drafts would gain time if they were right as often as one can hope."""
         rows, streams = situation.num_rows, situation.num_streams
         scale = self._record.draft_scale.value or 1.0
         factor = min(scale, streams) * self._cost.load
-        first_ns, step_ns = factor * self._draft_cost.ns(1), factor * self._draft_cost.step_ns
+        draft_ns = factor * self._draft_cost.ns(1), factor * self._draft_cost.step_ns
         plain_ns = self._cost.ns(rows)
-        tokens, likely = 1.0, 1.0
-        for depth in range(1, self._limits.max_depth + 1):
-            likely *= _HOPED
-            tokens += likely
-            took_ns = self._cost.ns(rows + depth * streams) + first_ns + (depth - 1) * step_ns
-            if tokens * plain_ns > took_ns:
-                return True
+        chains = self._chains(situation, _HOPED, _HOPED, draft_ns)
+        if any(tokens * plain_ns > took_ns for tokens, took_ns in chains):
+            return True
         # One stream may be sure of itself where the others are not.
-        return plain_ns * (1 + _HOPED / streams) > self._cost.ns(rows + 1) + first_ns
+        return plain_ns * (1 + _HOPED / streams) > self._cost.ns(rows + 1) + draft_ns[0]
 
     def _paths(self, tree: DraftTree) -> list[float]:
         """How likely each draft's whole path is right; a parent's is never below its child's."""
