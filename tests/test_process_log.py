@@ -24,7 +24,6 @@ def logging_as_before() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    process_log.use_log_format("text")
 
 
 def start(*arguments: str) -> None:
