@@ -42,7 +42,8 @@ class RestingController(FixedController):
 
 class GuessingDrafter:
     """Random trees that know the right token now and then, and a check that it is told of every
-    row once and in order."""
+    step of every sequence. Rows between two of them came from the prefix cache: a draft that lost
+    its blocks may begin again with more than it had, if somebody else has said the same."""
 
     name = "guessing"
 
@@ -58,7 +59,7 @@ class GuessingDrafter:
         """``next_token(tokens)`` is the right one."""
         self.feature_layers = feature_layers
         self.proposed: list[DraftTree] = []
-        self.known_len: dict[int, int] = {}
+        self.num_steps: dict[int, int] = {}
         self._next_token = next_token
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
@@ -95,20 +96,19 @@ class GuessingDrafter:
 
     def observe(self, rows: Sequence[ComputedRows]) -> None:
         for row in rows:
-            known = self.known_len.get(row.sequence.seq_id, row.start)
-            assert row.start <= known, "no row is left out, though some may be computed again"
+            known = self.num_steps.get(row.sequence.seq_id, 0)
+            # A draft that is committed counts from its reply on.
+            assert row.sequence.num_steps in (1, known + 1), "no step is left out"
             assert row.start + row.length == row.sequence.computed_len
             assert row.length > 0
             if self.feature_layers and row.features is not None:
                 assert list(row.rows) == sorted(set(row.rows))
                 assert 0 <= row.rows[0] <= row.rows[-1] < len(row.features)
-            self.known_len[row.sequence.seq_id] = row.start + row.length
+            self.num_steps[row.sequence.seq_id] = row.sequence.num_steps
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        known = self.known_len.get(sequence.seq_id)
-        if known is not None:  # else its first rows may lie behind what the prefix cache has
-            self.known_len[sequence.seq_id] = min(known, length)
+        pass
 
     def close(self, sequence: TokenSequence) -> None:
         assert sequence.block_ids or not sequence.computed_len
-        self.known_len.pop(sequence.seq_id, None)
+        self.num_steps.pop(sequence.seq_id, None)

@@ -300,3 +300,36 @@ EngineMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 test_random_load = pytest.mark.timeout(3600)(EngineMachine.TestCase)
+
+
+@pytest.mark.parametrize("drafter", ["guessing", "eagle", "ngram", None])
+def test_a_draft_that_lost_its_blocks_begins_again_with_what_others_have_said(
+    drafter: str | None,
+) -> None:
+    """Found by random load: after another's text was put in place of its own, the prefix cache had
+    more of it than the draft had ever computed."""
+    state = EngineMachine()
+    state.start(
+        policy="deadline",
+        max_sequences=2,
+        prompt_budget=40,
+        mixed_budget=16,
+        drafter=drafter,
+        width=1,
+    )
+    ours, theirs = RequestOptions(), RequestOptions(cache_salt="tenant")
+    state.open_draft(beginning="", words=["hello"], options=ours)
+    for _ in range(4):
+        state.fork_draft(which=0)
+    state.open_draft(beginning="", words=["hello"], options=theirs)
+    changed = state.asked[state.last_id].sequence
+    state.submit(beginning="", words=["hello"], max_tokens=16, options=ours)
+    state.submit(beginning="be kind. ", words=["tell me"], max_tokens=28, options=theirs)
+    state.step(10)
+    state.fork_draft(which=0)
+    state.fork_draft(which=0)
+    assert changed.computed_len == 0, "the others took its blocks"
+    state.update_draft(which=5, beginning="be kind. ", words=["hello"])
+    state.step(10)
+    assert changed.computed_len == len(changed.token_ids)
+    state.teardown()

@@ -203,7 +203,7 @@ def test_abort_after_each_step() -> None:
             text += event.text if isinstance(event, TextDelta) else ""
         assert text == plain
         assert_nothing_left(engine)
-        assert not drafter.known_len
+        assert not drafter.num_steps
 
 
 def test_drafts_and_a_prompt_in_one_step() -> None:
