@@ -8,13 +8,16 @@ needed; after "to", "and", a filler or in the middle of a number, much more. Pur
 All signs become one probability by logistic regression. The best of them costs nothing: what the
 recogniser expects behind the last word. It has heard the melody and knows the words, and tells a
 full stop from a comma and from the middle of a phrase.
+
+Who tells something goes on behind whole sentences, whose melody sounds like an end; who asks for
+something wants the answer. So what the recogniser's ear makes of the voice counts less in a story.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -29,13 +32,17 @@ from audio.turn_end_words import (
     MAY_END_STATEMENT,
     NUMBER_WORDS,
     OBJECT_VERBS,
+    OPENERS,
     POLITE_WORDS,
     QUESTION_WORDS,
     REQUEST_VERBS,
+    SINGLE_DIGITS,
+    SUBJECTS,
     SUBORDINATORS,
     TRAILING_PHRASES,
     TRAILING_WORDS,
     WHOLE_ANSWERS,
+    WISHES,
 )
 
 Eagerness = Literal["low", "medium", "high", "auto"]
@@ -85,15 +92,17 @@ class Evidence:
 class Waits:
     """Silence in ms that ends a turn.
 
-    ``sure``: at a score of ``sure_score`` and above. ``unsure``: at ``unsure_score`` and below;
-    between the two it goes in a line. ``trailing``, ``counting``, ``nothing``: at least so much for
-    words of that kind. ``unknown``: while the words are not known.
+    ``sure``: at a score of ``sure_score`` and above; ``likely``: at ``likely_score`` and above;
+    ``unsure``: below. ``trailing``: at least so much for words that cannot end here, unless the
+    end is likely by what is heard. ``counting``, ``nothing``: at least so much for words of that
+    kind. ``unknown``: while the words are not known.
     """
 
     sure: int
+    likely: int
     unsure: int
     sure_score: float
-    unsure_score: float
+    likely_score: float
     trailing: int
     counting: int
     nothing: int
@@ -102,17 +111,21 @@ class Waits:
 
 # Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
 WAITS: dict[Eagerness, Waits] = {
-    "high": Waits(200, 700, 0.6, 0.4, 800, 900, 480, 1_000),
-    "medium": Waits(300, 1_000, 0.7, 0.5, 1_100, 1_200, 640, 1_500),
-    "low": Waits(480, 2_000, 0.75, 0.6, 2_500, 2_500, 1_000, 4_000),
+    "high": Waits(200, 400, 700, 0.6, 0.4, 800, 900, 480, 1_000),
+    "medium": Waits(300, 660, 1_000, 0.8, 0.5, 1_100, 1_200, 640, 1_500),
+    "low": Waits(480, 1_200, 2_000, 0.85, 0.6, 2_500, 2_500, 1_000, 4_000),
 }
 WAITS["auto"] = WAITS["medium"]
 
 _MIN_LOGPROB = -6.0
 _LEAST = 1e-3
 _LEAST_HEARD = 5e-3
+# Log-odds of the recogniser's ear above which it is not as much surer as it says.
+_LOUD_ODDS = 2.0
 # Words and melody alone are wrong too often to be believed as easily.
 _SURE_WITHOUT_MODEL = 0.9
+# Shorter statements are answers: "My name is John."
+_SHORTEST_STORY = 5
 
 
 # What a voice of unknown end counts as: the mean over the recordings.
@@ -122,29 +135,37 @@ _USUAL_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
 def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
     """How much silence ends the turn, after what ``evidence`` says was said."""
     waits = WAITS[eagerness]
-    completeness = judge(evidence.text)
-    if completeness is Completeness.NOTHING:
+    if judge(evidence.text) is Completeness.NOTHING:
         return waits.nothing
-    sure_score = waits.sure_score
     signs = (
         evidence.end_logprob,
         evidence.model_probability,
         evidence.end_marks,
         evidence.end_odds,
     )
-    if all(sign is None for sign in signs):
-        sure_score = max(sure_score, _SURE_WITHOUT_MODEL)
-    return wait_ms(score(evidence), completeness, waits, sure_score)
+    is_guess = all(sign is None for sign in signs)
+    if is_guess:
+        waits = replace(waits, sure_score=max(waits.sure_score, _SURE_WITHOUT_MODEL))
+    is_heard = evidence.end_odds is not None
+    return wait_ms(score(evidence), evidence.text, waits, is_heard=is_heard)
 
 
-def wait_ms(probability: float, completeness: Completeness, waits: Waits, sure_score: float) -> int:
-    """The silence that ends a turn of which ``probability`` says that it is over."""
-    share = (probability - waits.unsure_score) / (sure_score - waits.unsure_score)
-    wait = round(waits.unsure + min(max(share, 0.0), 1.0) * (waits.sure - waits.unsure))
-    if completeness is Completeness.TRAILING:
-        return max(wait, waits.trailing)
+def wait_ms(probability: float, text: str, waits: Waits, *, is_heard: bool) -> int:
+    """The silence that ends a turn with these words, of which ``probability`` says that it is over.
+    ``is_heard``: also by the recogniser's ear, which knows when a word is not what it looks
+    like."""
+    completeness = judge(text)
+    if probability >= waits.sure_score:
+        wait = waits.sure
+    elif probability >= waits.likely_score:
+        wait = waits.likely
+    else:
+        wait = waits.unsure
     if completeness is Completeness.COUNTING:
         return max(wait, waits.counting)
+    if completeness is Completeness.TRAILING:
+        is_likely = is_heard and probability >= waits.likely_score
+        return max(wait, waits.likely if is_likely else waits.trailing)
     return wait
 
 
@@ -158,7 +179,7 @@ def score(evidence: Evidence) -> float:
     if marks is not None:
         signs += mark_signs(marks)
     if odds is not None:
-        signs.append(odds)
+        signs += ear_signs(odds, evidence.text, logprob)
     if heard is not None:
         signs.append(heard_sign(heard))
     known = (logprob is not None, marks is not None, odds is not None, heard is not None)
@@ -167,7 +188,7 @@ def score(evidence: Evidence) -> float:
     return 1.0 / (1.0 + math.exp(-total))
 
 
-def words_signs(text: str) -> tuple[float, float, float, float]:
+def words_signs(text: str) -> tuple[float, ...]:
     """What the words amount to, as the regression sees it; so do the three below."""
     kind = judge(text)
     return (
@@ -175,6 +196,7 @@ def words_signs(text: str) -> tuple[float, float, float, float]:
         float(kind is Completeness.SENTENCE),
         float(kind is Completeness.COUNTING),
         float(kind is Completeness.TRAILING),
+        float(tells(text)),
     )
 
 
@@ -196,6 +218,13 @@ def mark_signs(marks: EndMarks) -> tuple[float, ...]:
     odds = math.log(ends + _LEAST) - math.log(max(0.0, 1.0 - ends) + _LEAST)
     single = (marks.question, marks.comma, marks.ellipsis, marks.nothing)
     return (odds, *(math.log(math.exp(value) + _LEAST) for value in single))
+
+
+def ear_signs(end_odds: float, text: str, end_logprob: float | None) -> tuple[float, ...]:
+    """What the recogniser's ear says: for any words, for a story's, beyond what it can know, and
+    together with the language model, where that is known."""
+    signs = (end_odds, end_odds * tells(text), max(end_odds - _LOUD_ODDS, 0.0))
+    return signs if end_logprob is None else (*signs, end_odds * logprob_sign(end_logprob))
 
 
 def heard_sign(probability: float) -> float:
@@ -222,6 +251,24 @@ def judge(text: str) -> Completeness:
     if not end.endswith((".", "!")) or _lacks_something(sentence, end):
         return Completeness.OPEN
     return Completeness.SENTENCE
+
+
+def tells(text: str) -> bool:
+    """Whether the last sentence says something of somebody, rather than asks for something."""
+    end = text.rstrip("\"'\u201d)] ")
+    if end.endswith("?"):
+        return False
+    last = _last_sentence(end)
+    sentence = _words(last)
+    while sentence and sentence[0] in OPENERS:
+        sentence = sentence[1:]
+    if len(sentence) < _SHORTEST_STORY:
+        return False
+    if sentence[0] in SUBORDINATORS and "," in last:  # "If you ask me, it was ..."
+        sentence = _words(last.split(",", 1)[1]) or sentence
+    if sentence[0] not in SUBJECTS:
+        return False
+    return not WISHES.intersection(sentence[:4])
 
 
 def _words(text: str) -> list[str]:
@@ -256,8 +303,8 @@ def _is_trailing(words: list[str], end: str, *, asks: bool) -> bool:
 def _is_counting(words: list[str], end: str) -> bool:
     """Digits, letters or alphabet words at the end, and not only as part of a sentence."""
     num_items = 0
-    for word in reversed(words):
-        if not _is_item(word):
+    for i, word in reversed(list(enumerate(words))):
+        if not _is_item(word) or (word == "november" and num_items and _is_number(words[i + 1])):
             break
         num_items += sum(map(str.isdigit, word)) if word[0].isdigit() else 1
     if num_items == 0:
@@ -265,13 +312,18 @@ def _is_counting(words: list[str], end: str) -> bool:
     before = " ".join(words[-8:])
     if any(lead in before for lead in LEAD_INS):
         return True
+    if len(words) >= 2 and all(len(word) == 1 or word in SINGLE_DIGITS for word in words):
+        return True  # "0 1": dictated
     # "Set an alarm for 7.", "What is 37.67 minus 75.7?" are sentences; "4, 1, 5." is not.
     return num_items >= 3 if not end.endswith("?") else num_items == len(words) >= 3
 
 
 def _is_item(word: str) -> bool:
-    is_number = word[0].isdigit() and not re.search(r"[a-z]", word)
-    return is_number or len(word) == 1 or word in NUMBER_WORDS or word in ALPHABET_WORDS
+    return _is_number(word) or len(word) == 1 or word in ALPHABET_WORDS
+
+
+def _is_number(word: str) -> bool:
+    return word in NUMBER_WORDS or (word[0].isdigit() and not re.search(r"[a-z]", word))
 
 
 def _lacks_something(sentence: list[str], end: str) -> bool:

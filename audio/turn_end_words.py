@@ -102,6 +102,16 @@ REQUEST_VERBS = word_set(
 """Begin a request, and are none by themselves."""
 POLITE_WORDS = word_set("please can could would will you just and so now then okay")
 
+OPENERS = word_set("and so but or then okay ok well yes yeah no um uh now oh also")
+"""Before the sentence that is meant."""
+SUBJECTS = ((ARTICLES_AND_DETERMINERS | SUBJECT_PRONOUNS) - word_set("which whose")) | word_set(
+    "it you he's she's that that's there there's here's some one i've we've they've we'd "
+    "they'd he'd she'd you've you'd"
+)
+"""Begin a sentence that tells something."""
+WISHES = word_set("want wants need needs would like i'd we'd wanna wish looking wondering calling")
+"""Within the first words they make a request of it."""
+
 SUBORDINATORS = word_set("if when while because although though unless since whenever")
 """A sentence that begins so needs a second half."""
 
@@ -110,10 +120,8 @@ QUESTION_WORDS = word_set(
     "should shall may have has am what's who's where's when's how's isn't aren't don't"
 )
 
-NUMBER_WORDS = word_set(
-    "zero oh one two three four five six seven eight nine ten eleven twelve double triple "
-    "hundred thousand"
-)
+SINGLE_DIGITS = word_set("zero oh one two three four five six seven eight nine double triple")
+NUMBER_WORDS = SINGLE_DIGITS | word_set("ten eleven twelve hundred thousand")
 ALPHABET_WORDS = word_set(
     "alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima mike november oscar "
     "papa quebec romeo sierra tango uniform victor whiskey x-ray yankee zulu"

@@ -36,8 +36,8 @@ from audio.prosody import Prosody
 from audio.turn_end import (
     WAITS,
     Eagerness,
+    ear_signs,
     heard_sign,
-    judge,
     logprob_sign,
     mark_signs,
     prosody_signs,
@@ -54,7 +54,7 @@ _RIDGE = 3.0
 _TAIL_RIDGE = 300.0
 _NUM_FOLDS = 6
 _NUM_STEPS = 12
-# Of pauses that somebody made, not we.
+# For the tail's rule: of pauses that somebody made, not we.
 _NATURAL_WEIGHT = 2.0
 # With this much sound made already the answer begins so long after its turn has ended.
 _HEARD_AFTER_MS = 40.0
@@ -69,8 +69,8 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "turn model": ("heard",),
     "words + prosody": ("words", "prosody"),
     "words + prosody + model + marks": ("words", "prosody", "model", "marks"),
-    "all but the turn model": ("words", "prosody", "model", "marks", "tail"),
-    "all together": ("words", "prosody", "model", "marks", "tail", "heard"),
+    "all but the turn model": ("words", "prosody", "model", "marks", "tail", "tail, model"),
+    "all together": ("words", "prosody", "model", "marks", "tail", "tail, model", "heard"),
 }
 _IN_USE = "all but the turn model"
 _COLOURS = (
@@ -101,24 +101,28 @@ def main() -> None:
     is_natural = np.array([not e["is_spliced"] for e in events], dtype=bool) & ~is_end
     pauses = np.array([e["pause_ms"] or 0.0 for e in events])
     speakers = np.array([e["speaker"] for e in events])
+    odds = examples.cross_fitted(np.array([e["tail"] for e in events]), speakers)
+    model = np.array([[_logprob(e)] for e in events])
     parts = {
         "words": np.array([words_signs(e["text"]) for e in events]),
         "prosody": np.array([_prosody(e) for e in events]),
-        "model": np.array([[_logprob(e)] for e in events]),
+        "model": model,
         "marks": np.array([mark_signs(EndMarks(*e["end_marks"][:6])) for e in events]),
-        "tail": examples.cross_fitted(np.array([e["tail"] for e in events]), speakers),
+        "tail": np.array(
+            [ear_signs(o, e["text"], None) for o, e in zip(odds, events, strict=True)]
+        ),
+        "tail, model": odds[:, None] * model,
         "heard": np.array([[heard_sign(e["turn_model"])] for e in events]),
     }
     print(
         f"{is_end.sum()} ends, {is_natural.sum()} pauses that were made, "
         f"{(~is_end & ~is_natural).sum()} spliced ones, {len(set(speakers))} speakers"
     )
-    rates = np.where(is_natural, _NATURAL_WEIGHT, 1.0)
     curves = [("fixed silence", _fixed(pauses[~is_end]))]
     used = np.zeros(len(events))
     for name, signs in _SIGNS.items():
         features = np.concatenate([parts[sign] for sign in signs], axis=1)
-        scores = _cross_validated(features, is_end, speakers, rates)
+        scores = _cross_validated(features, is_end, speakers)
         curves.append((name, _curve(scores, is_end, pauses)))
         used = scores if name == _IN_USE else used
         median_ms, mean_ms = _at_most_cut(scores, is_end, pauses)
@@ -133,7 +137,7 @@ def main() -> None:
             shipped = point
     Path(svg_path).write_text(_svg(curves, shipped))
     examples.write_rule(Path(rule_path))
-    _print_weights(parts, is_end, rates)
+    _print_weights(parts, is_end)
 
 
 @dataclass(frozen=True)
@@ -161,16 +165,16 @@ class _Examples:
         return _fit(self.tails[chosen], self.is_end[chosen], rates, _TAIL_RIDGE)
 
     def cross_fitted(self, tails: Array, speakers: NDArray[np.str_]) -> Array:
-        """Log-odds [n, 1] of ``tails`` by rules that have not heard their speakers."""
+        """Log-odds [n] of ``tails`` by rules that have not heard their speakers."""
         names = sorted({*speakers, *self.speakers})
         folds = np.random.default_rng(0).integers(_NUM_FOLDS, size=len(names))
         fold_of = dict(zip(names, folds.tolist(), strict=True))
         own = np.array([fold_of[name] for name in self.speakers])
         theirs = np.array([fold_of[name] for name in speakers])
-        odds = np.zeros((len(tails), 1))
+        odds = np.zeros(len(tails))
         for fold in range(_NUM_FOLDS):
             weights, bias = self.fit(own != fold)
-            odds[theirs == fold, 0] = tails[theirs == fold] @ weights + bias
+            odds[theirs == fold] = tails[theirs == fold] @ weights + bias
         return odds
 
     def write_rule(self, path: Path) -> None:
@@ -190,13 +194,15 @@ def _recogniser() -> Path:
     return ModelStore(settings.home).resolve(settings.asr_model)
 
 
-def _print_weights(parts: dict[str, Array], is_end: NDArray[np.bool_], rates: Array) -> None:
+def _print_weights(parts: dict[str, Array], is_end: NDArray[np.bool_]) -> None:
     """``audio/turn_end_weights.json``, one line for everything that may be known."""
     optional = ("model", "marks", "tail", "heard")
     rows = []
     for known in itertools.product((True, False), repeat=len(optional)):
-        signs = ("words", "prosody", *itertools.compress(optional, known))
-        weights, bias = _fit(np.concatenate([parts[s] for s in signs], axis=1), is_end, rates)
+        signs = ["words", "prosody", *itertools.compress(optional, known)]
+        if known[0] and known[2]:
+            signs.insert(signs.index("tail") + 1, "tail, model")
+        weights, bias = _fit(np.concatenate([parts[s] for s in signs], axis=1), is_end)
         digits = "".join(str(int(is_known)) for is_known in known)
         rows.append(f'"{digits}": {np.round([bias, *weights], 3).tolist()}')
     print("{\n" + ",\n".join(rows) + "\n}")
@@ -213,7 +219,10 @@ def _logprob(event: dict[str, Any]) -> float:
 
 
 def _fit(
-    features: Array, is_end: NDArray[np.bool_], rates: Array, strength: float = _RIDGE
+    features: Array,
+    is_end: NDArray[np.bool_],
+    rates: Array | float = 1.0,
+    strength: float = _RIDGE,
 ) -> tuple[Array, float]:
     """Logistic regression with both classes of equal weight, by Newton's method."""
     mean, spread = features.mean(axis=0), features.std(axis=0) + 1e-6
@@ -232,13 +241,11 @@ def _fit(
     return plain, float(weights[-1] - plain @ mean)
 
 
-def _cross_validated(
-    features: Array, is_end: NDArray[np.bool_], speakers: Any, rates: Array
-) -> Array:
+def _cross_validated(features: Array, is_end: NDArray[np.bool_], speakers: Any) -> Array:
     scores = np.zeros(len(features))
     for speaker in set(speakers):
         others = speakers != speaker
-        weights, bias = _fit(features[others], is_end[others], rates[others])
+        weights, bias = _fit(features[others], is_end[others])
         scores[~others] = 1 / (1 + np.exp(-(features[~others] @ weights + bias)))
     return scores
 
@@ -282,7 +289,7 @@ def _in_use(
     waits = WAITS[eagerness]
     found = np.array(
         [
-            wait_ms(score, judge(event["text"]), waits, waits.sure_score)
+            wait_ms(score, event["text"], waits, is_heard=True)
             for score, event in zip(scores, events, strict=True)
         ]
     )
@@ -290,11 +297,14 @@ def _in_use(
     heard = (pauses > found + _HEARD_AFTER_MS)[~is_end]
     lasting = (pauses > found + _HEARD_AFTER_MS + _WORD_MS)[~is_end]
     is_made = np.array([not e["is_spliced"] for e in events])[~is_end]
-    p50, p75, p90 = np.quantile(ends, [0.5, 0.75, 0.9])
+    is_hard = np.array([e["kind"] == "hard" for e in events])[~is_end]
+    p50, p75, p90, p95 = np.quantile(ends, [0.5, 0.75, 0.9, 0.95])
     print(
-        f"{eagerness}: true ends after p50 {p50:.0f}, p75 {p75:.0f}, p90 {p90:.0f}, mean "
-        f"{ends.mean():.0f} ms; pauses cut {cut.mean():.1%} (made {cut[is_made].mean():.1%}, "
-        f"spliced {cut[~is_made].mean():.1%}), an answer heard in {heard.mean():.1%} (made "
+        f"{eagerness}: true ends after p50 {p50:.0f}, p75 {p75:.0f}, p90 {p90:.0f}, p95 "
+        f"{p95:.0f}, mean {ends.mean():.0f} ms; pauses cut {cut.mean():.1%} (made "
+        f"{cut[is_made].mean():.1%}, spliced {cut[~is_made].mean():.1%}, {cut[is_hard].sum()} of "
+        f"the hard set's "
+        f"{is_hard.sum()}), an answer heard in {heard.mean():.1%} (made "
         f"{heard[is_made].mean():.1%}), a word of it in {lasting.mean():.1%}"
     )
     return float(ends.mean()), float(cut.mean())

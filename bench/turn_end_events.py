@@ -72,6 +72,8 @@ async def _collect(data: Path, out: Path, kinds: list[str], most: int) -> None:
         with out.open("w") as file:
             for name, kind, samples in recordings(data, voice, kinds, most):
                 words = words_with_times(recognizer, samples)
+                if (clean := _without_noise(data, name)) is not None:
+                    words = _moved(words_with_times(recognizer, clean), samples, clean)
                 for at, audio in _spliced(samples, words, kind, rng):
                     for event in _pauses(audio, vad, recognizer, turn_model, words, at):
                         event |= {"name": name, "kind": kind, "speaker": speaker(name)}
@@ -99,6 +101,27 @@ def recordings(
         for path in paths[:most]:
             samples, rate = read_audio(path)
             yield path.name, kind, _to_speech_rate(samples, rate)
+
+
+def _without_noise(data: Path, name: str) -> Samples | None:
+    """What was mixed with noise for ``name``: where sentences end is not to depend on noise."""
+    if not name.startswith("noisy_"):
+        return None
+    stem = name.removeprefix("noisy_").rpartition("_")[0]
+    paths = [data / "speech" / f"{prefix}{stem}.flac" for prefix in ("", "ls_")]
+    samples, rate = read_audio(next(path for path in paths if path.exists()))
+    return _to_speech_rate(samples, rate)
+
+
+def _moved(
+    words: list[tuple[str, float, float]], samples: Samples, clean: Samples
+) -> list[tuple[str, float, float]]:
+    """Words of ``clean`` with their times in ``samples``, which holds it somewhere."""
+    size = samples.size + clean.size
+    products = np.fft.irfft(np.fft.rfft(samples, size) * np.fft.rfft(clean, size).conj(), size)
+    lag = int(products.argmax())
+    late = (lag if lag < samples.size else lag - size) / SPEECH_RATE
+    return [(word, begin + late, end + late) for word, begin, end in words]
 
 
 def _prompts(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:

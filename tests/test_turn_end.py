@@ -22,6 +22,7 @@ from audio.turn_end import (
     mark_signs,
     score,
     silence_ms,
+    tells,
 )
 
 QUESTION, SENTENCE = Completeness.QUESTION, Completeness.SENTENCE
@@ -63,6 +64,11 @@ TABLE = [
     ("My number is 5 5", COUNTING),
     ("It's spelled D O E", COUNTING),
     ("alpha bravo charlie.", COUNTING),
+    ("0 1", COUNTING),
+    ("Oh two.", COUNTING),
+    ("On November 12.", SENTENCE),
+    ("November 12.", SENTENCE),
+    ("november oscar papa", COUNTING),
     ("", NOTHING),
     (" ... ", NOTHING),
 ]
@@ -73,12 +79,67 @@ def test_completeness(text: str, expected: Completeness) -> None:
     assert judge(text) is expected
 
 
+SURE_OF_A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
+SURE_OF_MORE = EndMarks(-3.5, -6.0, -6.0, -1.5, -2.0, -1.0)
+
+
+STORIES = (
+    "This was the forest near Ingolstadt.",
+    "They swarmed up in front of the palings as thick as they could jam together.",
+    "And you couldn't hear yourself think.",
+    "When I came home it was dark. The door was open and nobody there",
+    "If the reader will excuse me, I will say nothing of it.",
+    "Well, my sister has two children.",
+)
+REQUESTS = (
+    "What's the weather like?",
+    "I would like to book a table for two.",
+    "I'd like two large pizzas, please.",
+    "I just want to know the time.",
+    "Block my bank account until tomorrow.",
+    "My sister has a birthday on Sunday. What could I give her?",
+    "My sister has a birthday on Sunday. Please remind me of it.",
+    "When I get home, turn on the lights.",
+    "Does she like to swim",
+    "My name is John.",
+    "It is blue.",
+    "",
+)
+
+
+@pytest.mark.parametrize("text", STORIES)
+def test_a_story_is_told_from_a_request(text: str) -> None:
+    assert tells(text)
+
+
+def test_an_end_that_is_heard_in_a_story_is_believed_less() -> None:
+    said = "This was the forest near Ingolstadt."
+    asked = "What was the forest near Ingolstadt?"
+    for odds in (1.0, 2.0, 4.0):
+        gains = [
+            math.log(score(heard) / (1 - score(heard))) - math.log(score(deaf) / (1 - score(deaf)))
+            for text in (said, asked)
+            for deaf, heard in [
+                (
+                    Evidence(text, end_logprob=-1.0, end_marks=SURE_OF_A_STOP, end_odds=0.0),
+                    Evidence(text, end_logprob=-1.0, end_marks=SURE_OF_A_STOP, end_odds=odds),
+                )
+            ]
+        ]
+        assert 0 < gains[0] < gains[1]
+
+
+@pytest.mark.parametrize("text", REQUESTS)
+def test_requests_and_short_answers_are_no_stories(text: str) -> None:
+    assert not tells(text)
+
+
 @given(st.text(max_size=80))
 def test_any_text_has_a_completeness_and_a_wait(text: str) -> None:
     assert isinstance(judge(text), Completeness)
     for eagerness in WAITS:
         waits = WAITS[eagerness]
-        least, most = waits.sure, max(waits.unsure, waits.counting, waits.trailing, waits.nothing)
+        least, most = waits.sure, max(waits.unsure, waits.counting, waits.trailing)
         assert least <= silence_ms(Evidence(text), eagerness) <= most
 
 
@@ -115,17 +176,25 @@ def test_a_whole_question_is_answered_at_once_and_half_a_sentence_waited_for() -
 
 def test_without_the_models_word_a_full_stop_is_not_believed_so_easily() -> None:
     text = "I would like to know how to make it."
-    assert silence_ms(Evidence(text)) > silence_ms(Evidence(text, end_logprob=-0.3))
+    told = Evidence(text, end_logprob=-0.3)
+    assert silence_ms(Evidence(text), "high") > silence_ms(told, "high")
     assert silence_ms(Evidence(text)) > 400
+
+
+def test_a_word_that_cannot_end_a_sentence_is_doubted_where_the_end_is_heard() -> None:
+    text = "Please verify my reservation at Bardon A"
+    heard, unheard = (
+        Evidence(text, end_logprob=-0.5, end_marks=SURE_OF_A_STOP, end_odds=odds)
+        for odds in (4.0, None)
+    )
+    assert judge(text) is TRAILING
+    assert silence_ms(heard) == WAITS["auto"].likely
+    assert silence_ms(unheard) == WAITS["auto"].trailing
 
 
 def test_digits_and_unfinished_words_get_more_than_a_second() -> None:
     for text in ("4 1 5 5", "I would like to", "Police dogs,"):
         assert silence_ms(Evidence(text, end_logprob=0.0)) > 1_000
-
-
-SURE_OF_A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
-SURE_OF_MORE = EndMarks(-3.5, -6.0, -6.0, -1.5, -2.0, -1.0)
 
 
 @pytest.mark.parametrize("end_logprob", [None, -1.5])
@@ -203,4 +272,4 @@ def test_waits_are_in_order() -> None:
     for one, other in itertools.pairwise(("high", "medium", "low")):
         a, b = WAITS[one], WAITS[other]  # type: ignore[index]
         assert (a.sure, a.unsure, a.unknown) < (b.sure, b.unsure, b.unknown)
-        assert a.sure_score <= b.sure_score
+        assert (a.sure_score, a.likely) < (b.sure_score, b.likely)
