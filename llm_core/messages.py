@@ -16,6 +16,7 @@ ModelBackend = Literal["auto", "native", "torch", "triton"]
 Overflow = Literal["refuse", "drop_oldest"]
 Downgrade = Literal["partial_context", "shorter_answer"]
 DraftControl = Literal["auto", "fixed"]
+LogFormat = Literal["text", "json"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
 
 # How a model writes its calls of tools: see tool_calls.py.
@@ -319,8 +320,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``attention_window``: tokens see only the last so many before them and the first
     ``attention_sinks`` of their sequence (both rounded up to blocks of 16), at the positions that
     they have in the text; blocks between are given back, so that a long conversation needs no more
-    of the pool than that. None: all. Not together with drafts, nor on a GPU. Raises ValueError
-    for impossible numbers.
+    of the pool than that. None: all. Not together with drafts, nor on a GPU.
+
+    ``log_format`` is the form of the lines that the engine and its ranks write to standard error.
+    Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -347,6 +350,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_rows: int = 512
     overlap_steps: bool = True
     torch_compile: bool = False
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         for name in (

@@ -145,7 +145,7 @@ class EngineProcess:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *_command_line(theirs.fileno()),
+                    *_command_line(theirs.fileno(), config),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
@@ -339,10 +339,10 @@ def _encode(command: ipc.Command) -> bytes:
         raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
-def _command_line(descriptor: int) -> list[str]:
+def _command_line(descriptor: int, config: EngineConfig) -> list[str]:
     # -P: what lies in the current directory must not be imported instead of us.
     command = [sys.executable, "-P", "-m", "llm_core.worker", "--fd", str(descriptor)]
-    return [*command, *log_arguments(logger)]
+    return [*command, *log_arguments(logger, config.log_format)]
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

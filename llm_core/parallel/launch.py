@@ -109,7 +109,7 @@ def _start(config: EngineConfig, rank: int, folder: str) -> subprocess.Popen[byt
     others = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{ours}{os.pathsep}{others}" if others else ours
     process = subprocess.Popen(
-        [*command, "--folder", folder, *log_arguments(logger)],
+        [*command, "--folder", folder, *log_arguments(logger, config.log_format)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env=environment,
