@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, StringConstraints, ValidationError
+from pydantic import BeforeValidator, StringConstraints
 
 from app.api.http_body import BodyTooLargeError
 from app.api.models import UnknownModelError
@@ -14,12 +14,12 @@ from app.api.realtime_fields import (
     ShortText,
     Text,
     WireModel,
+    checked,
     invalid,
     only,
-    to_client_error,
     unsupported,
 )
-from app.api.realtime_names import Names
+from app.api.realtime_names import Names, check_language, main_language
 from app.errors import ClientError
 
 OutputFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
@@ -57,8 +57,8 @@ class TranscriptionForm(WireModel):
 
     @property
     def main_language(self) -> str | None:
-        """``language`` without its country: "en" for "en-US"."""
-        return self.language.lower().split("-")[0] if self.language else None
+        """``language`` without its country."""
+        return main_language(self.language) if self.language else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,7 @@ def parse_transcription(
         raise ClientError("Invalid 'file': it is empty.", code="invalid_file", param="file")
     if len(content) > max_file_bytes:
         raise BodyTooLargeError(f"The file may have at most {max_file_bytes} bytes.", param="file")
-    try:
-        form = TranscriptionForm.model_validate(values)
-    except ValidationError as error:
-        raise to_client_error(error) from error
+    form = checked(values, TranscriptionForm)
     _check_names(form, names)
     granularities = set(form.timestamp_granularities)
     is_verbose = form.response_format == "verbose_json"
@@ -153,9 +150,4 @@ def _check_names(form: TranscriptionForm, names: Names) -> None:
             f"{names.transcriber!r}, for which OpenAI's names ('whisper-1') stand as well.",
             param="model",
         )
-    if names.english_only and (form.main_language or "en") not in ("en", "english"):
-        raise ClientError(
-            f"Unsupported value for 'language': {names.transcriber!r} knows English only.",
-            code="unsupported_value",
-            param="language",
-        )
+    check_language(names, form.main_language, "language")
