@@ -115,7 +115,6 @@ class CallClient:
     def __init__(self, peer: Peer, link: _WebSocketLink | _TcpLink, trouble: Trouble) -> None:
         self.peer = peer
         self.num_marks = 0
-        self.num_clears = 0
         self.has_ended = asyncio.Event()
         """The server has hung up."""
         self._link = link
@@ -306,7 +305,6 @@ class CallClient:
                 self.num_marks += 1
                 self._marks.append((max(self._ends_ns, self._clock.now_ns()), mark))
             case Clear():
-                self.num_clears += 1
                 self._ends_ns = min(self._ends_ns, self._clock.now_ns())
                 self._marks = deque((0, mark) for _, mark in self._marks)
                 if self._log is not None:

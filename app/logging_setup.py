@@ -100,7 +100,7 @@ def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     formatter = _JsonFormatter if settings.log_format == "json" else _Formatter
     secrets = (*settings.api_keys, settings.phone_token, settings.phone_twilio_auth_token)
-    handler.setFormatter(formatter(secrets))
+    handler.setFormatter(formatter((*secrets, settings.ice_credential)))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

@@ -2,7 +2,7 @@
 
 It behaves as a telephone or browser would: a microphone that never stops (silence follows the
 recording), a player that falls silent when the caller speaks again, and no more knowledge of the
-server than the protocol gives (protocols.md section 1).
+server than the protocol gives.
 """
 
 from __future__ import annotations

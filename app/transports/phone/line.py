@@ -97,6 +97,8 @@ class PhoneLine:
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 logger.error("the phone line failed", exc_info=result)
+        quality = {"missing": self.audio.num_missing, "dropped": self.audio.num_dropped}
+        logger.info("phone line closed", extra=quality)
 
     # --- EventChannel ---
 
@@ -183,15 +185,12 @@ class PhoneLine:
             asyncio.create_task(self.audio.changed.wait(), name="phone change")
         }
         if wait_s is not None:
-            waiting.add(asyncio.create_task(self._sleep(wait_s), name="phone pace"))
+            waiting.add(asyncio.create_task(self._clock.sleep(wait_s), name="phone pace"))
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
-
-    async def _sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
 
     async def _send(self, message: Message | None) -> None:
         if message is not None:
