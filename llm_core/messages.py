@@ -299,7 +299,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     on a GPU and in the compiled decoder, float32 elsewhere. ``policy`` says who is served first.
     ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting; the number of rows
     that this allows is learnt from the steps. ``standby`` keeps a second
-    process that has loaded its code (some 200 MB) and needs only the model when the first one
+    process that has loaded its code (160 MB) and needs only the model when the first one
     dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
     "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is
     kept (None: the user's cache directory). ``tensor_parallel`` is how many GPUs of this machine
