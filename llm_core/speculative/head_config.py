@@ -28,12 +28,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from llm_core.config import ModelConfig
 from llm_core.job_options import HeadKind
 
-KINDS: tuple[HeadKind, ...] = ("eagle3", "eagle1", "medusa")
+KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 _MAX_SIZE = 1 << 20
 
