@@ -24,9 +24,9 @@ _LEN = WINDOW_S * SPEECH_RATE
 class TurnModel:
     """The network, shared by all callers and threads."""
 
-    def __init__(self, path: Path, num_threads: int = 1) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises ModelError when ``path`` is no such model."""
-        self._session = open_file(path, num_threads, "the turn model")
+        self._session = open_file(path, 1, "the turn model")
         inputs = self._session.get_inputs()
         shape = inputs[0].shape[1:] if len(inputs) == 1 else None
         if shape != [NUM_MELS, NUM_FRAMES]:

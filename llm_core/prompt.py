@@ -61,7 +61,8 @@ class PromptBuilder:
         """
         if overflow == "drop_oldest" and messages:
             return self._shortened(messages, reply_len, retention_ratio, continues_last)
-        token_ids = self._encode_checked(messages, continues_last)
+        self._check_bytes(messages)
+        token_ids = self.encode(messages, continues_last)
         self._check_length(len(token_ids), reply_len)
         return Prompt(token_ids)
 
@@ -98,7 +99,7 @@ class PromptBuilder:
         while len(starts) > 1 and not self._has_few_bytes([*system, *turns[starts[0] :]]):
             del starts[0]
         limit = self._max_context - reply_len
-        token_ids = self._encode_checked([*system, *turns[starts[0] :]], continues_last)
+        token_ids = self._encode_few([*system, *turns[starts[0] :]], continues_last)
         first = starts[0]
         if len(token_ids) > limit:
             step = max(1, round(limit * (1 - retention_ratio)))
@@ -108,7 +109,7 @@ class PromptBuilder:
             if start < first and start != starts[-1]:
                 continue
             if start > starts[0]:
-                token_ids = self._encode_checked([*system, *turns[start:]], continues_last)
+                token_ids = self._encode_few([*system, *turns[start:]], continues_last)
             if len(token_ids) <= limit:
                 return Prompt(token_ids, start)
         self._check_length(len(token_ids), reply_len)
@@ -127,8 +128,7 @@ class PromptBuilder:
             index += 1
         return index
 
-    def _encode_checked(self, messages: Sequence[ChatMessage], continues_last: bool) -> list[int]:
-        """Raises PromptTooLongError before time is spent on what cannot fit."""
+    def _encode_few(self, messages: list[ChatMessage], continues_last: bool) -> list[int]:
         self._check_bytes(messages)
         return self.encode(messages, continues_last)
 

@@ -72,21 +72,6 @@ class Names:
         return name in (OWN_NAME, self.voice) or name in OPENAI_VOICES
 
 
-def main_language(language: str) -> str:
-    """``language`` without its country, in lower case: "en" for "en-US"."""
-    return language.lower().split("-")[0]
-
-
-def check_language(names: Names, language: str | None, param: str) -> None:
-    """Raise ClientError for a ``main_language`` that the recogniser does not know."""
-    if language and names.english_only and language not in ("en", "english"):
-        raise ClientError(
-            f"Unsupported value for '{param}': {names.transcriber!r} knows English only.",
-            code="unsupported_value",
-            param=param,
-        )
-
-
 def check_transcription(names: Names, model: str | None, language: str | None) -> None:
     """Raise ClientError for a recogniser or a language that is not here."""
     path = "session.audio.input.transcription"
@@ -97,7 +82,13 @@ def check_transcription(names: Names, model: str | None, language: str | None) -
             code="invalid_value",
             param=f"{path}.model",
         )
-    check_language(names, main_language(language or ""), f"{path}.language")
+    spoken = (language or "").lower()
+    if spoken and names.english_only and spoken.split("-")[0] not in ("en", "english"):
+        raise ClientError(
+            f"Unsupported value for '{path}.language': {names.transcriber!r} knows English only.",
+            code="unsupported_value",
+            param=f"{path}.language",
+        )
 
 
 def check_voice(names: Names, voice: str, param: str) -> None:

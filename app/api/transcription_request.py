@@ -19,7 +19,7 @@ from app.api.realtime_fields import (
     only,
     unsupported,
 )
-from app.api.realtime_names import Names, check_language, main_language
+from app.api.realtime_names import Names
 from app.errors import ClientError
 
 OutputFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
@@ -57,8 +57,8 @@ class TranscriptionForm(WireModel):
 
     @property
     def main_language(self) -> str | None:
-        """``language`` without its country."""
-        return main_language(self.language) if self.language else None
+        """``language`` without its country: "en" for "en-US"."""
+        return self.language.lower().split("-")[0] if self.language else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,4 +150,9 @@ def _check_names(form: TranscriptionForm, names: Names) -> None:
             f"{names.transcriber!r}, for which OpenAI's names ('whisper-1') stand as well.",
             param="model",
         )
-    check_language(names, form.main_language, "language")
+    if names.english_only and (form.main_language or "en") not in ("en", "english"):
+        raise ClientError(
+            f"Unsupported value for 'language': {names.transcriber!r} knows English only.",
+            code="unsupported_value",
+            param="language",
+        )

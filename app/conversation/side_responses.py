@@ -6,7 +6,7 @@ conversation's own. The caller's voice does not interrupt them.
 
 from __future__ import annotations
 
-from app.clock import Clock, MonotonicClock
+from app.clock import MonotonicClock
 from app.conversation.events import ResponseDone, Sink
 from app.conversation.history import History
 from app.conversation.requests import ResponseRequest
@@ -22,13 +22,11 @@ MAX_RUNNING = 4
 class SideResponses:
     """Those of one session."""
 
-    def __init__(
-        self, services: Services, sink: Sink, session_id: str, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, services: Services, sink: Sink, session_id: str) -> None:
         self._services = services.for_conversation(session_id)
         self._sink = sink
         self._session_id = session_id
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._running: dict[str, Turn] = {}  # by the ids of their responses
         self._tasks = Tasks(session_id)  # those whose end is being told among them
 

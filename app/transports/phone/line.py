@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from app.clock import Clock, MonotonicClock
+from app.clock import MonotonicClock
 from app.transports.base import ChannelClosed
 from app.transports.phone.audio import PhoneAudio
 from app.transports.phone.protocol import (
@@ -65,11 +65,10 @@ class PhoneLine:
         *,
         lead_ms: int,
         pace: Callable[[int], Any] | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self.protocol = protocol
         self.on_key: Callable[[str], None] = lambda key: None
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self.audio = PhoneAudio(protocol, self._clock, lead_ms=lead_ms)
         self._wire = wire
         self._pace = pace
