@@ -15,7 +15,7 @@ from llm_core import model_choice
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig, ModelBackend
 from llm_core.model_choice import check_float8, why_no_gpu
-from llm_core.parallel import launch
+from llm_core.parallel import follower, launch
 from llm_core.parallel.launch import Followers
 from llm_core.runner import ModelRunner
 from tests.random_llama import random_weights, tiny_config
@@ -153,3 +153,29 @@ def test_a_rank_that_ends_at_once_is_reported_and_waited_for(
     with pytest.raises(ModelLoadError, match="a rank's process cannot be started: .*pipe"):
         Followers(EngineConfig(model_path="none", tensor_parallel=2), None)
     assert ranks[0].stdin is not None and ranks[0].stdin.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "has_trace"),
+    [
+        (ModelLoadError("no such file"), "cannot load its share of the model: no such file", False),
+        (RuntimeError("CUDA error"), "rank 1 ends", True),
+    ],
+)
+def test_why_a_rank_ends_is_in_its_log(
+    error: Exception,
+    message: str,
+    has_trace: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "follow", fail)
+    config = EngineConfig(model_path="none", tensor_parallel=2)
+    assert follower.follow(config, tmp_path, rank=1) == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and message in record.getMessage()
+    assert (record.exc_info is not None) == has_trace
