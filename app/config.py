@@ -89,7 +89,9 @@ Policies = Annotated[tuple[Policy, ...], NoDecode, BeforeValidator(_split)]
 class Settings(BaseSettings):
     """All settings of one server. Frozen: nothing changes after start."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, frozen=True, extra="ignore", allow_inf_nan=False
+    )
 
     @property
     def compiled_dir(self) -> Path:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
     [
         ("PORT", "abc", "PARLEY_PORT: Input should be a valid integer, .*, not 'abc'$"),
         ("PORT", "99999", "PARLEY_PORT: Input .* less than or equal to 65535, not '99999'$"),
+        ("MAX_SESSION_S", "inf", "PARLEY_MAX_SESSION_S: .* finite number, not 'inf'$"),
         ("LOG_LEVEL", "loud", "PARLEY_LOG_LEVEL: Input should be 'debug', .*, not 'loud'$"),
         # An item of a list has no variable of its own.
         ("BUDGET_POLICIES", "filler,magic", "PARLEY_BUDGET_POLICIES: .*, not 'magic'$"),
