@@ -219,13 +219,12 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """What drafts did. ``num_steps`` of a sequence verified ``num_drafted`` drafts, of which
-    ``num_accepted`` were right; by depth: the first entry counts drafts that follow known text.
+    ``num_accepted`` were right; the first entry by depth counts drafts that follow known text.
     ``draft_ns`` was spent on drafting, ``verify_ns`` on the steps that verified."""
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    drafted_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
     draft_ns: int = 0
     verify_ns: int = 0
