@@ -75,16 +75,22 @@ async def test_a_call_that_does_not_come_about(stream: Side, session: Side, comp
 
 
 async def test_an_event_that_no_server_sends_ends_the_talk_at_once() -> None:
+    has_spoken = asyncio.Event()
+
+    async def stream(socket: ServerConnection) -> None:
+        async for message in socket:
+            if json.loads(message)["event"] == "media":
+                has_spoken.set()
+
     async def session(socket: ServerConnection) -> None:
         await socket.send(json.dumps({"type": "session.created"}))
-        await socket.recv()
-        await asyncio.sleep(0.2)  # the caller has begun to speak
+        await has_spoken.wait()
         await socket.send(json.dumps({"type": "response.created"}))
         await listen(socket)
 
     voiced = VoicedFrames(np.zeros(RATE, np.float32), RATE, cast(Any, EnergyVad()))
     audio = CallerAudio(Path("x.wav"), np.zeros(30 * RATE, np.int16), voiced, RATE)
-    async with server(listen, session) as url, open_call(url, "twilio") as client:
+    async with server(stream, session) as url, open_call(url, "twilio") as client:
         async with asyncio.timeout(10):
             with pytest.raises(TalkError, match=r"broke the protocol: malformed response\.created"):
                 await client.speak(audio, timeout_s=30)
