@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 
 from app.client_secrets import PREFIX as SECRET_PREFIX
 from app.client_secrets import ClientSecretStore
@@ -59,6 +60,11 @@ class Grant:
 
 
 _ANYONE = Grant("anyone", has_key=False)
+
+
+def peer_of(request: HTTPConnection) -> str:
+    """The address that a request comes from; "?" where the socket has none."""
+    return request.client.host if request.client else "?"
 
 
 class Gatekeeper:

@@ -35,10 +35,11 @@ from app.talk_client import (
     TalkError,
     TalkResult,
     connect_error,
+    parse_event,
     raise_unless_finished,
     realtime_url,
 )
-from app.talk_log import Event, TalkLog, Verdict
+from app.talk_log import ProtocolError, TalkLog, Verdict
 from audio.codecs import decode, encode, to_pcm16
 from audio.frame import Samples
 from audio.resample import StreamResampler
@@ -115,7 +116,6 @@ class CallClient:
     def __init__(self, peer: Peer, link: _WebSocketLink | _TcpLink, trouble: Trouble) -> None:
         self.peer = peer
         self.num_marks = 0
-        self.num_clears = 0
         self.has_ended = asyncio.Event()
         """The server has hung up."""
         self._link = link
@@ -141,22 +141,19 @@ class CallClient:
     async def begin(self) -> None:
         """The call comes in."""
         for message in self.peer.hello():
-            await self._link.send(message)
+            await self._send(message)
         self._tasks.append(asyncio.create_task(self._receive(), name="call receiver"))
 
     async def attach(self, url: str, headers: dict[str, str]) -> None:
-        """Hear of what the server makes of the call. Raises ConnectError."""
+        """Hear of what the server makes of the call. Raises TalkError."""
         ends_ns = self._clock.now_ns() + int(_ATTACH_TIMEOUT_S * NS_PER_S)
         while self._clock.now_ns() < ends_ns and not self.has_ended.is_set():
-            sideband = await _open(f"{url}?call_id={self.peer.call_id}", headers)
-            first = json.loads(await sideband.recv())
-            if first["type"] == "session.created":
-                self._sideband = sideband
-                ask = {"type": "realtime", "parley": {"trace": True}}
-                await sideband.send(json.dumps({"type": "session.update", "session": ask}))
-                self._tasks.append(asyncio.create_task(self._follow(sideband), name="sideband"))
+            self._sideband = await _open(f"{url}?call_id={self.peer.call_id}", headers)
+            if await _has_session(self._sideband):
+                following = self._follow(self._sideband)
+                self._tasks.append(asyncio.create_task(following, name="sideband"))
                 return
-            await sideband.close()
+            await self._sideband.close()
             await self._clock.sleep(0.1)  # the call is not there yet
         why = f" ({self._link.farewell})" if self.has_ended.is_set() else ""
         raise ConnectError(f"the server did not take the call{why}")
@@ -176,7 +173,7 @@ class CallClient:
     async def press(self, keys: str) -> None:
         """The caller presses keys."""
         for key in keys:
-            await self._link.send(self.peer.key(key))
+            await self._send(self.peer.key(key))
 
     async def speak(
         self,
@@ -198,7 +195,7 @@ class CallClient:
             self._start_ns = self._began_ns + self._num_sent * self.peer.frame_ms * 1_000_000
         verdict = Verdict.WAIT
         spoken = 0
-        while verdict is Verdict.WAIT and not self.has_ended.is_set():
+        while verdict is Verdict.WAIT and not (self.has_ended.is_set() or self._failure):
             chunk = audio.pcm[spoken : spoken + self._frame_samples]
             spoken += self._frame_samples
             await self._send_frame(np.pad(chunk, (0, self._frame_samples - chunk.size)))
@@ -217,10 +214,9 @@ class CallClient:
         )
 
     async def hang_up(self) -> None:
-        """The caller hangs up. Safe to call twice."""
+        """The caller hangs up. Safe to call twice. Raises what broke the receiving tasks."""
         if not self.has_ended.is_set() and (goodbye := self.peer.goodbye()) is not None:
-            with contextlib.suppress(ConnectionClosed, OSError):
-                await self._link.send(goodbye)
+            await self._send(goodbye)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HANG_UP_TIMEOUT_S):
                 await self._link.close()
@@ -228,9 +224,16 @@ class CallClient:
             await self._sideband.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks, self._tasks = self._tasks, []
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
 
     # --- out ---
+
+    async def _send(self, message: Message) -> None:
+        with contextlib.suppress(ConnectionClosed, OSError):  # the receiver hears of it, too
+            await self._link.send(message)
 
     @property
     def _frame_samples(self) -> int:
@@ -251,9 +254,8 @@ class CallClient:
         message = self.peer.audio(encode(frame, self.peer.format), self._num_sent)
         self._num_sent += 1
         self._set_out(message, due_ns, frame_ns)
-        with contextlib.suppress(ConnectionClosed, OSError):  # the receiver hears of it, too
-            while self._way and self._way[0][0] <= due_ns:
-                await self._link.send(heapq.heappop(self._way)[2])
+        while self._way and self._way[0][0] <= due_ns:
+            await self._send(heapq.heappop(self._way)[2])
 
     def _set_out(self, message: Message, now_ns: int, frame_ns: int) -> None:
         trouble = self._trouble
@@ -273,8 +275,8 @@ class CallClient:
         return (self._clock.now_ns() - self._start_ns) * RATE // NS_PER_S
 
     async def _receive(self) -> None:
+        receiving = asyncio.create_task(self._link.receive())
         try:
-            receiving = asyncio.create_task(self._link.receive())
             while True:
                 wait_s = None
                 if self._marks:
@@ -306,7 +308,6 @@ class CallClient:
                 self.num_marks += 1
                 self._marks.append((max(self._ends_ns, self._clock.now_ns()), mark))
             case Clear():
-                self.num_clears += 1
                 self._ends_ns = min(self._ends_ns, self._clock.now_ns())
                 self._marks = deque((0, mark) for _, mark in self._marks)
                 if self._log is not None:
@@ -335,10 +336,18 @@ class CallClient:
             await self._link.send(self._marks.popleft()[1].reply)
 
     async def _follow(self, sideband: ClientConnection) -> None:
-        async for message in sideband:
-            event: Event = json.loads(message)
-            if self._log is not None:
-                self._log.feed(event, self._now())  # what it would answer is for the line to know
+        try:
+            async for message in sideband:
+                event = parse_event(message)
+                if self._log is not None:
+                    # What it would answer is for the line to know.
+                    self._log.feed(event, self._now())
+        except ConnectionClosed:
+            pass  # the line tells of the end of the call
+        except TalkError as error:
+            self._failure = error
+        except ProtocolError as error:
+            self._failure = TalkError(f"the server broke the protocol: {error}")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -358,7 +367,7 @@ async def open_call(
     """A call to the server at ``address``, hung up at the end of the block.
 
     ``token``: what the stream brings along; else the API key. ``audiosocket``: where Asterisk would
-    connect to. Raises ConnectError.
+    connect to. Raises TalkError.
     """
     peer = PEERS[provider](new_call_id(provider), token or api_key or "")
     link = await _link(address, provider, audiosocket)
@@ -418,6 +427,19 @@ async def _link(
 def _stream_url(address: str) -> str:
     parts = urlsplit(realtime_url(address))
     return urlunsplit((parts.scheme, parts.netloc, "/phone/stream", "", ""))
+
+
+async def _has_session(sideband: ClientConnection) -> bool:
+    """Whether there is the call that ``sideband`` asks for; then traces will come, too. Raises
+    TalkError."""
+    ask = {"type": "realtime", "parley": {"trace": True}}
+    try:
+        if parse_event(await sideband.recv())["type"] != "session.created":
+            return False
+        await sideband.send(json.dumps({"type": "session.update", "session": ask}))
+    except ConnectionClosed as error:
+        raise ConnectError(f"the server closed the attached session: {error}") from error
+    return True
 
 
 async def _open(url: str, headers: dict[str, str]) -> ClientConnection:

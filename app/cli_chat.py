@@ -15,12 +15,12 @@ from rich.text import Text
 
 from app.cli_models import fetch_models
 from app.config import Settings, load_settings
+from app.engine_options import engine_config
 from app.errors import GenerationError
 from app.model_store import ModelStore
 from llm_core import (
     ChatMessage,
     EngineClient,
-    EngineConfig,
     FinishReason,
     FirstToken,
     GenerationDone,
@@ -130,15 +130,10 @@ def run_chat(options: ChatOptions) -> None:
     notes = Console(stderr=True, highlight=False)
     store = ModelStore(settings.home)
     fetch_models(store, [settings.llm_model], notes)
-    config = EngineConfig(
-        model_path=str(store.resolve(settings.llm_model)),
-        num_threads=options.threads or settings.llm_threads,
-        max_sequences=1,
-        max_context=settings.llm_max_context,
-        native_cache_dir=str(settings.compiled_dir),
-        speculation=settings.llm_speculation,
-        speculation_optional=settings.llm_speculation_optional,
-    )
+    alone = {"max_sequences": "1", "standby": "false"}
+    if options.threads is not None:
+        alone["num_threads"] = str(options.threads)
+    config = engine_config(settings, store.resolve(settings.llm_model), alone)
     with asyncio.Runner() as runner:
         try:
             with notes.status("Loading the model"):
@@ -160,6 +155,7 @@ def _params(options: ChatOptions, settings: Settings) -> SamplingParams:
         max_tokens=options.max_tokens or settings.max_reply_tokens,
         temperature=settings.temperature if options.temperature is None else options.temperature,
         top_p=settings.top_p,
+        repetition_penalty=settings.repetition_penalty,
         seed=options.seed,
     )
 

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 
 from app.config import Settings, load_settings
+from app.engine_options import parse_options
 from app.errors import ConfigError, ModelStoreError
 from app.model_store import FetchProgress, FetchStage, ModelEntry, ModelStatus, ModelStore
 
@@ -58,9 +59,13 @@ _STATUS_STYLE = {
 
 
 def configured_models(settings: Settings) -> tuple[str, ...]:
-    """Names of the models that a server with these settings loads, each once."""
-    names = (settings.llm_model, settings.asr_model, settings.tts_model, settings.turn_model)
-    return tuple(dict.fromkeys(filter(None, names)))
+    """Names of the models that a server with these settings loads, each once.
+
+    Raises ConfigError for a second engine that makes no sense.
+    """
+    second = [parse_options(text)[0] for text in (settings.canary, settings.budget_small_model)]
+    speech = (settings.asr_model, settings.tts_model, settings.turn_model)
+    return tuple(dict.fromkeys(filter(None, (settings.llm_model, *second, *speech))))
 
 
 def fetch_models(store: ModelStore, names: Sequence[str], console: Console) -> None:
@@ -143,8 +148,7 @@ def models(context: typer.Context, as_json: _Json = False, home: HomeOption = No
 @models_app.command("list")
 def list_models(as_json: _Json = False, home: HomeOption = None) -> None:
     """Show every known model and those in the settings, with state, size and licence."""
-    settings, store = _open(home)
-    configured = configured_models(settings)
+    store, configured = _open(home)
     names = dict.fromkeys((*(entry.name for entry in store.list()), *configured))
     _show(_inspect_all(store, list(names), full=False), configured, as_json)
 
@@ -152,8 +156,8 @@ def list_models(as_json: _Json = False, home: HomeOption = None) -> None:
 @models_app.command("fetch")
 def fetch(names: _Names = None, as_json: _Json = False, home: HomeOption = None) -> None:
     """Download and verify models that are not there yet; replace damaged ones."""
-    settings, store = _open(home)
-    wanted = names or list(configured_models(settings))
+    store, configured = _open(home)
+    wanted = names or list(configured)
     errors = Console(stderr=True)
     _inspect_all(store, wanted, full=False)  # a wrong name is found before a long download
     try:
@@ -161,14 +165,13 @@ def fetch(names: _Names = None, as_json: _Json = False, home: HomeOption = None)
     except ModelStoreError as error:
         _say(errors, f"error: {error.message}")
         raise typer.Exit(1) from error
-    _show(_inspect_all(store, wanted, full=False), configured_models(settings), as_json)
+    _show(_inspect_all(store, wanted, full=False), configured, as_json)
 
 
 @models_app.command("verify")
 def verify(names: _Names = None, as_json: _Json = False, home: HomeOption = None) -> None:
     """Hash every file of the models again and compare."""
-    settings, store = _open(home)
-    configured = configured_models(settings)
+    store, configured = _open(home)
     errors = Console(stderr=True)
     waiting: AbstractContextManager[object] = (
         errors.status("hashing") if errors.is_terminal else nullcontext()
@@ -183,13 +186,15 @@ def verify(names: _Names = None, as_json: _Json = False, home: HomeOption = None
         raise typer.Exit(1)
 
 
-def _open(home: Path | None) -> tuple[Settings, ModelStore]:
+def _open(home: Path | None) -> tuple[ModelStore, tuple[str, ...]]:
+    """The models, and the names of those in the settings."""
     try:
         settings = load_settings(home=home)
+        configured = configured_models(settings)
     except ConfigError as error:
         _say(Console(stderr=True), f"error: {error.message}")
         raise typer.Exit(2) from error
-    return settings, ModelStore(settings.home)
+    return ModelStore(settings.home), configured
 
 
 def _inspect_all(store: ModelStore, names: Sequence[str], *, full: bool) -> list[ModelEntry]:

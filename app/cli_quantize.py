@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -198,12 +198,12 @@ def perplexity(
 
 
 def _method(name: str) -> QuantizeMethod:
-    for known in QuantizeMethod.__args__:  # type: ignore[attr-defined]
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise typer.BadParameter(
-        f"{name!r} is not known; known are gptq, awq, rtn, int8 and fp8", param_hint="--method"
-    )
+    known = get_args(QuantizeMethod)
+    if name not in known:
+        raise typer.BadParameter(
+            f"{name!r} is not known; known are {', '.join(known)}", param_hint="--method"
+        )
+    return cast(QuantizeMethod, name)
 
 
 def resolve(model: str | None, home: Path | None) -> Path:

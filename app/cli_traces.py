@@ -24,9 +24,9 @@ from app.cli_models import HomeOption
 from app.config import load_settings
 from app.errors import ClientError
 from app.observe.canary import LANES
-from app.observe.query import STAGE_NAMES, TraceFilter, period_before, period_ms
+from app.observe.query import TraceFilter, period_before, period_ms
 from app.observe.store import Turn
-from app.observe.trace import OUTCOMES
+from app.observe.trace import OUTCOMES, STAGE_NAMES
 from app.trace_source import LocalTraces, RemoteTraces, TraceSource, TraceSourceError, all_turns
 from app.waterfall import STAGE_TITLES, early_note, waterfall
 

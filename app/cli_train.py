@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -88,12 +88,12 @@ def train_eagle(
 
 
 def _kind(name: str) -> HeadKind:
-    for known in HeadKind.__args__:  # type: ignore[attr-defined]
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise typer.BadParameter(
-        f"{name!r} is not known; known are eagle3, eagle1 and medusa", param_hint="--kind"
-    )
+    known = get_args(HeadKind)
+    if name not in known:
+        raise typer.BadParameter(
+            f"{name!r} is not known; known are {', '.join(known)}", param_hint="--kind"
+        )
+    return cast(HeadKind, name)
 
 
 @contextmanager

@@ -79,22 +79,19 @@ def _stages(value: object) -> object:
 
 Milliseconds = Annotated[float, Field(ge=0.0, le=60_000.0)]
 StagesMs = Annotated[dict[str, Milliseconds], NoDecode, BeforeValidator(_stages)]
-Policies = Annotated[
-    tuple[
-        Literal[
-            "short_first_clause", "filler", "smaller_model", "shorter_answer", "partial_context"
-        ],
-        ...,
-    ],
-    NoDecode,
-    BeforeValidator(_split),
+Policy = Literal[
+    "short_first_clause", "filler", "smaller_model", "shorter_answer", "partial_context"
 ]
+TurnDetectionKind = Annotated[Literal["server_vad", "semantic_vad"], BeforeValidator(_lower)]
+Policies = Annotated[tuple[Policy, ...], NoDecode, BeforeValidator(_split)]
 
 
 class Settings(BaseSettings):
     """All settings of one server. Frozen: nothing changes after start."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, frozen=True, extra="ignore", allow_inf_nan=False
+    )
 
     @property
     def compiled_dir(self) -> Path:
@@ -123,7 +120,7 @@ class Settings(BaseSettings):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = (
         "info"
     )
-    log_format: Literal["text", "json"] = Field(
+    log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = Field(
         default="text", description="json: one object a line, for log collectors"
     )
     log_transcripts: bool = Field(default=False, description="write what callers say to the log")
@@ -233,7 +230,7 @@ class Settings(BaseSettings):
         description="the model sums up what its context has no more room for; not for small models",
     )
 
-    turn_detection: Literal["server_vad", "semantic_vad"] = Field(
+    turn_detection: TurnDetectionKind = Field(
         default="semantic_vad",
         description="how turns end in sessions that do not say it: by what was said, or by silence",
     )
@@ -341,6 +338,24 @@ class Settings(BaseSettings):
     )
     trace_max_days: float = Field(default=30.0, gt=0.0, description="older turns are deleted")
     trace_max_mb: float = Field(default=256.0, ge=1.0, description="the oldest are deleted beyond")
+    trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
+    store_transcripts: bool = Field(
+        default=False,
+        description="keep what was said with the traces; else only how many characters it had",
+    )
+    record: bool = Field(
+        default=False,
+        description="keep the sound of both sides in HOME/recordings; your callers must know",
+    )
+    record_max_mb: float = Field(default=1024.0, ge=1.0, description="the oldest go beyond")
+    metrics: Annotated[Literal["key", "open", "off"], BeforeValidator(_lower)] = Field(
+        default="key", description="/metrics: behind the API key, open to all, or not there"
+    )
+    otel_endpoint: str | None = Field(
+        default=None, description="OTLP/HTTP traces URL, as in http://collector:4318/v1/traces"
+    )
+    otel_service_name: Name = "parley"
+
     phone_twilio_auth_token: str = Field(
         default="", repr=False, description="of your Twilio account: its signatures are checked"
     )
@@ -368,23 +383,6 @@ class Settings(BaseSettings):
     )
     audiosocket_port: int | None = Field(
         default=None, ge=0, le=65535, description="of Asterisk's AudioSocket (TCP); unset: none"
-    )
-    trace_ring: int = Field(default=1000, ge=1, description="turns kept without trace_db")
-    record: bool = Field(
-        default=False,
-        description="keep the sound of both sides in HOME/recordings; your callers must know",
-    )
-    record_max_mb: float = Field(default=1024.0, ge=1.0, description="the oldest go beyond")
-    metrics: Annotated[Literal["key", "open", "off"], BeforeValidator(_lower)] = Field(
-        default="key", description="/metrics: behind the API key, open to all, or not there"
-    )
-    otel_endpoint: str | None = Field(
-        default=None, description="OTLP/HTTP traces URL, as in http://collector:4318/v1/traces"
-    )
-    otel_service_name: Name = "parley"
-    store_transcripts: bool = Field(
-        default=False,
-        description="keep what was said with the traces; else only how many characters it had",
     )
 
 

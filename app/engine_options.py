@@ -17,8 +17,8 @@ from app.config import Settings
 from app.errors import ConfigError
 from llm_core import EngineConfig
 
-# These are not for the words: the model has a name of its own, the cache belongs to the server.
-_FIXED = ("model_path", "native_cache_dir")
+# These are not for the words: the model has a name of its own, cache and logs are the server's.
+_FIXED = ("model_path", "native_cache_dir", "log_format")
 _NAMED_OTHERWISE = {"num_threads": "llm_threads"}
 OPTION_NAMES = tuple(name for name in EngineConfig.__struct_fields__ if name not in _FIXED)
 
@@ -51,6 +51,7 @@ def engine_config(
     fields = {
         "model_path": str(model_path),
         "native_cache_dir": str(settings.compiled_dir),
+        "log_format": settings.log_format,
         **_from_settings(settings),
         **(options or {}),
     }

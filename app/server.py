@@ -36,7 +36,7 @@ from app.engine_start import load_engine, load_rollout, load_small_engine
 from app.errors import ConfigError, ModelStoreError
 from app.http_protocol import FewFragmentsProtocol, server_protocol
 from app.logging_setup import setup_logging
-from app.model_store import ModelStore, ProgressSink
+from app.model_store import ModelStore
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.retention import Retention
@@ -70,11 +70,11 @@ Model = TypeVar("Model", bound=_SpeechModel)
 
 @asynccontextmanager
 async def build_services(
-    settings: Settings, progress: ProgressSink | None = None
+    settings: Settings,
 ) -> AsyncIterator[Services]:
     """Load and warm up the models, side by side; close them at the end of the block.
 
-    Models that are not installed are fetched; ``progress`` hears of it, in a worker thread.
+    Models that are not installed are fetched.
     Raises ModelStoreError when a model cannot be had or loaded, ConfigError for wrong tools.
     """
     started_s = time.monotonic()
@@ -87,7 +87,7 @@ async def build_services(
         stack.push_async_callback(asyncio.to_thread, workers.shutdown, cancel_futures=True)
         try:
             async with asyncio.TaskGroup() as loading:
-                paths = _Paths(settings, progress, workers)
+                paths = _Paths(settings, workers)
                 engine = loading.create_task(load_engine(settings, tools, paths.of, stack))
                 make_recognizer = partial(Recognizer, num_threads=settings.asr_threads)
                 recognizer = loading.create_task(
@@ -141,17 +141,13 @@ async def build_services(
 class _Paths:
     """Models by name, fetched if need be, in ``workers``."""
 
-    def __init__(
-        self, settings: Settings, progress: ProgressSink | None, workers: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, settings: Settings, workers: ThreadPoolExecutor) -> None:
         self._store = ModelStore(settings.home)
-        self._progress = progress
         self._workers = workers
 
     async def of(self, name: str) -> Path:
-        arguments = (name,) if self._progress is None else (name, self._progress)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._store.fetch, *arguments)
+        return await loop.run_in_executor(self._workers, self._store.fetch, name)
 
 
 def _open_traces(settings: Settings, sinks: list[TurnSink], stack: AsyncExitStack) -> TraceWriter:
@@ -347,7 +343,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
+def serve(settings: Settings) -> None:
     """Run until SIGINT or SIGTERM. Prints one line with the URL when callers can connect.
 
     Raises ConfigError or ModelStoreError when the server cannot start.
@@ -362,10 +358,10 @@ def serve(settings: Settings, progress: ProgressSink | None = None) -> None:
             settings.host or "this machine",
         )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, progress))
+        runner.run(_serve(settings))
 
 
-async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
+async def _serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
@@ -375,7 +371,7 @@ async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    running = asyncio.create_task(_run(settings, progress, hurry), name="server")
+    running = asyncio.create_task(_run(settings, hurry), name="server")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -388,11 +384,11 @@ async def _serve(settings: Settings, progress: ProgressSink | None) -> None:
         stopping.cancel()
 
 
-async def _run(settings: Settings, progress: ProgressSink | None, hurry: asyncio.Event) -> None:
+async def _run(settings: Settings, hurry: asyncio.Event) -> None:
     _check_tls(settings)
     # The port first: nobody shall wait for models to hear that it is taken.
     with contextlib.closing(bind(settings)) as listener:
-        async with build_services(settings, progress) as services:
+        async with build_services(settings) as services:
             app = create_app(settings, services)
             app.state.connections.hurry = hurry
             phones = audiosocket(app.state.phone, settings)

@@ -2,7 +2,7 @@
 
 It behaves as a telephone or browser would: a microphone that never stops (silence follows the
 recording), a player that falls silent when the caller speaks again, and no more knowledge of the
-server than the protocol gives (protocols.md section 1).
+server than the protocol gives.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class TalkClient:
         """Takes events for as long as the connection lives; ends by raising TalkError."""
         try:
             async for message in self._connection:
-                await self._take(_parse(message))
+                await self._take(parse_event(message))
         except ConnectionClosed:
             pass  # reported below, as an orderly close is
         raise self._closed()
@@ -430,7 +430,8 @@ def raise_unless_finished(
         )
 
 
-def _parse(message: str | bytes) -> Event:
+def parse_event(message: str | bytes) -> Event:
+    """A server event. Raises TalkError when it is none."""
     try:
         event = json.loads(message)
     except ValueError as error:

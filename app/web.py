@@ -38,6 +38,7 @@ from app.auth import (
     Gatekeeper,
     Grant,
     HostError,
+    peer_of,
 )
 from app.config import Settings
 from app.connections import Connections
@@ -173,6 +174,17 @@ def _add_gauges(app: FastAPI, services: Services) -> None:
     gauge("active_calls", "Callers connected now.", lambda: len(connections))
     gauge("max_calls", "Callers there may be.", lambda: connections.max_connections)
     gauge("traces_dropped", "Traces lost since the start.", lambda: traces.num_dropped)
+    recognition, load, counter = services.recognition, services.load, services.metrics.counter
+    counter(
+        "asr_refused",
+        "Jobs that the recogniser's queue was full for.",
+        lambda: recognition.num_refused,
+    )
+    counter(
+        "early_answers_skipped",
+        "Pauses in which there was no time to begin an answer in hope.",
+        lambda: load.num_skipped,
+    )
     gauge(
         "event_loop_lag_p99_seconds",
         "How late the event loop was, p99 of the last minute.",
@@ -201,8 +213,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
                 await _attach(channel, calls, call_id, grant)
                 return
             # Refused with an event and a close code: browsers hide the status of a failed upgrade.
-            peer = websocket.client.host if websocket.client else "?"
-            owner = grant.limited_as(peer)
+            owner = grant.limited_as(peer_of(websocket))
             try:
                 connections.check()
                 limits.check_session(owner)
@@ -253,8 +264,8 @@ async def _refuse(channel: WebSocketChannel, error: Wire, close_code: int) -> No
 
 async def _deny(websocket: WebSocket, error: ParleyError, status: int | None = None) -> None:
     """Refuse the handshake, and say so in our log: the peer may never look at the answer."""
-    peer = websocket.client.host if websocket.client else "?"
-    logger.warning("connection denied", extra={"code": error.code, "peer": peer})
+    extra = {"code": error.code, "peer": peer_of(websocket)}
+    logger.warning("connection denied", extra=extra)
     await websocket.send_denial_response(error_response(error, status))
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from audio.asr_words import HeardPart, Sound
-from audio.frame import Samples
+from audio.frame import SPEECH_RATE, Samples
+from audio.vad import WINDOW_SAMPLES
 
-WINDOW_S = 0.032
-"""Seconds of audio per voice probability (512 samples at 16 kHz)."""
+_WINDOW_S = WINDOW_SAMPLES / SPEECH_RATE
 
 # Peak of the voice probability: noise without any voice 0.02 to 0.44, faint or odd noises 0.66 and
 # 0.69, speech over a poor codec 0.58 and 0.68, all other speech 0.97 and more.
@@ -73,7 +73,7 @@ class Voice:
         if probabilities.size == 0:
             return cls(0.0, 0.0)
         num_voiced = int((probabilities >= _VOICED).sum())
-        return cls(float(probabilities.max()), num_voiced * WINDOW_S)
+        return cls(float(probabilities.max()), num_voiced * _WINDOW_S)
 
     @property
     def is_absent(self) -> bool:

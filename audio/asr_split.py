@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from audio.frame import SPEECH_RATE, Samples
-
-WINDOW_SAMPLES = 512
-"""Samples per voice probability."""
+from audio.vad import WINDOW_SAMPLES
 
 _CLEAR_VOICE = 0.5
 _MARGIN_S = 1.0

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from audio.asr_split import WINDOW_SAMPLES, Piece
+from audio.asr_split import Piece
 from audio.frame import SPEECH_RATE, Samples
+from audio.vad import WINDOW_SAMPLES
 
 UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 """Languages that are written without spaces: each of the tokenizer's units counts as a word."""

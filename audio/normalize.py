@@ -7,7 +7,7 @@ digits; phone numbers before dates, dates before ranges, money and units before 
 
 from __future__ import annotations
 
-from audio.normalize_codes import expand_codes, expand_mixed, expand_phones_and_groups
+from audio.normalize_codes import expand_codes, expand_mixed, expand_phones
 from audio.normalize_measure import expand_measures
 from audio.normalize_money import expand_money
 from audio.normalize_symbols import (
@@ -31,7 +31,7 @@ _PASSES = (
     clean,
     expand_addresses,
     expand_addresses_on_streets,
-    expand_phones_and_groups,
+    expand_phones,
     expand_dates_and_times,
     expand_money,
     expand_codes,

@@ -180,8 +180,8 @@ def _say_zip(match: Match[str]) -> str:
     return f"{match[1]}{words}, {digits(match[3])}" if match[3] else f"{match[1]}{words}"
 
 
-def expand_phones_and_groups(text: str) -> str:
-    """Digit groups that must be seen before dates and ranges take their parts."""
+def expand_phones(text: str) -> str:
+    """Telephone numbers, IP addresses and ZIP codes, before dates and ranges take their parts."""
     if "/" not in text and not any(char.isdigit() for char in text):
         return text
     text = _VANITY.sub(_say_vanity, text)

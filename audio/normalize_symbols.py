@@ -58,7 +58,7 @@ _BARE_YEAR = re.compile(
     r"(?<![\w.,/:$-])(19\d\d|20[0-9]\d)(?![\w/]|[.,:-]\d)(?! (?:people|[a-z]+[^s\W]s\b))"
 )
 _ERA_YEAR = re.compile(r"(?<![\w.,])(\d{3,4})(?= (?:AD|BC|BCE|CE|A\.D|B\.C)\b)")
-_NUMBER = re.compile(rf"(?:(?<=^)|(?<=[\s(\"'=×÷*/+<>]))[-−+](?={NUM})")
+_LEADING_SIGN = re.compile(rf"(?:(?<=^)|(?<=[\s(\"'=×÷*/+<>]))[-−+](?={NUM})")
 _PLAIN = re.compile(NUM)
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # line breaks tell of lists
@@ -222,7 +222,7 @@ def expand_numbers(text: str) -> str:
     text = _ERA_YEAR.sub(lambda m: year(int(m[1])), text)
     text = _CUED_YEAR.sub(lambda m: m[1] + year(int(m[2])), text)
     text = _BARE_YEAR.sub(lambda m: year(int(m[1])), text)
-    text = _NUMBER.sub(lambda m: "plus " if m[0][-1] == "+" else "minus ", text)
+    text = _LEADING_SIGN.sub(lambda m: "plus " if m[0][-1] == "+" else "minus ", text)
     return _PLAIN.sub(_say_plain, text)
 
 

@@ -93,30 +93,32 @@ def _expanded_year(text: str) -> str:
     return year(number)
 
 
-def _say_iso(match: Match[str]) -> str:
-    month, day = int(match[2]), int(match[3])
+def _date_words(month: int, day: int) -> str | None:
+    """As in "March seventh"; None where no month has such a day, or there is no such month."""
     if not (1 <= month <= 12 and 1 <= day <= 31):
-        return match[0]
+        return None
+    return f"{_MONTHS[month - 1]} {ordinal(day)}"
+
+
+def _numeric_date_words(first: int, second: int) -> str | None:
+    """Of two figures the month comes first, unless it cannot be one."""
+    return _date_words(second, first) if first > 12 else _date_words(first, second)
+
+
+def _say_iso(match: Match[str]) -> str:
+    words = _date_words(int(match[2]), int(match[3]))
     tail = ", " if match[0].endswith("T") else ""
-    return f"{_MONTHS[month - 1]} {ordinal(day)}, {year(int(match[1]))}{tail}"
+    return f"{words}, {year(int(match[1]))}{tail}" if words else match[0]
 
 
 def _say_numeric(match: Match[str]) -> str:
-    month, day = int(match[1]), int(match[3])
-    if month > 12:  # the day comes first
-        month, day = day, month
-    if not (1 <= month <= 12 and 1 <= day <= 31):
-        return match[0]
-    return f"{_MONTHS[month - 1]} {ordinal(day)}, {_expanded_year(match[4])}"
+    words = _numeric_date_words(int(match[1]), int(match[3]))
+    return f"{words}, {_expanded_year(match[4])}" if words else match[0]
 
 
 def _say_on_numeric(match: Match[str]) -> str:
-    month, day = int(match[2]), int(match[3])
-    if month > 12:
-        month, day = day, month
-    if not (1 <= month <= 12 and 1 <= day <= 31):
-        return match[0]
-    return f"{match[1]}{_MONTHS[month - 1]} {ordinal(day)}"
+    words = _numeric_date_words(int(match[2]), int(match[3]))
+    return f"{match[1]}{words}" if words else match[0]
 
 
 def _say_month_day(match: Match[str]) -> str:

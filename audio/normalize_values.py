@@ -19,6 +19,7 @@ START = r"(?<![\w.,/:'-])"
 VALUE = rf"{SINGLE}(?: ?(?:-|–|—| to ) ?{SINGLE})?"
 """A value or a range of two."""
 
+_SINGLE_RE = re.compile(SINGLE)
 _RANGE = re.compile(rf"({SINGLE}) ?(?:-|–|—| to ) ?({SINGLE})")
 _MIXED = re.compile(r"(?:(\d+)[ -])?(\d+)/(\d+)")
 _WITH_VULGAR = re.compile(rf"(\d*) ?({_VULGAR_CLASS})")
@@ -54,9 +55,6 @@ def value_words(text: str) -> str:
         if span:
             return f"{_single_words(span.group(1))} to {_single_words(span.group(2))}"
     return _single_words(text)
-
-
-_SINGLE_RE = re.compile(SINGLE)
 
 
 def takes_singular(text: str) -> bool:

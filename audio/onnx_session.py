@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
@@ -23,13 +25,31 @@ ORT_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
-def open_session(model: bytes, num_threads: int, what: str) -> ort.InferenceSession:
-    """The network of an ONNX file's content. Raises ModelError, naming ``what``."""
+def open_file(
+    path: Path, num_threads: int, what: str, *, keeps_memory: bool = True
+) -> ort.InferenceSession:
+    """The network in the file ``path``. Raises ModelError, naming ``what`` and the file."""
+    what = f"{what} {path}"
+    try:
+        model = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot load {what}: {error}") from error
+    return open_session(model, num_threads, what, keeps_memory=keeps_memory)
+
+
+def open_session(
+    model: bytes, num_threads: int, what: str, *, keeps_memory: bool = True
+) -> ort.InferenceSession:
+    """The network of an ONNX file's content. Raises ModelError, naming ``what``.
+
+    ``keeps_memory``: what a run took stays for the next one.
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     # Idle threads that spin take the core from the LLM and from other callers.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.enable_cpu_mem_arena = keeps_memory
     options.log_severity_level = 3
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -33,6 +33,12 @@ _BLOCK = 4096
 _FEW_PHASES = 4
 
 
+def resample(samples: Samples, in_rate: int, out_rate: int) -> Samples:
+    """A whole recording [n] at another rate [n * out_rate / in_rate, rounded up]."""
+    resampler = StreamResampler(in_rate, out_rate)
+    return np.concatenate((resampler.process(samples), resampler.flush()))
+
+
 class StreamResampler:
     """One stream's converter. Keep one per stream: a new one per packet makes a seam per packet."""
 

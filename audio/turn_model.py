@@ -14,7 +14,7 @@ from faster_whisper.feature_extractor import FeatureExtractor
 
 from audio.errors import ModelError
 from audio.frame import SPEECH_RATE, Samples
-from audio.onnx_session import open_session
+from audio.onnx_session import ORT_ERRORS, open_file
 
 WINDOW_S = 8
 NUM_MELS, NUM_FRAMES = 80, WINDOW_S * 100
@@ -24,13 +24,9 @@ _LEN = WINDOW_S * SPEECH_RATE
 class TurnModel:
     """The network, shared by all callers and threads."""
 
-    def __init__(self, path: Path, num_threads: int = 1) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises ModelError when ``path`` is no such model."""
-        try:
-            model = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"cannot load the turn model {path}: {error}") from error
-        self._session = open_session(model, num_threads, f"the turn model {path}")
+        self._session = open_file(path, 1, "the turn model")
         inputs = self._session.get_inputs()
         shape = inputs[0].shape[1:] if len(inputs) == 1 else None
         if shape != [NUM_MELS, NUM_FRAMES]:
@@ -52,7 +48,7 @@ class TurnModel:
         """
         try:
             (made, *_) = self._session.run(None, {self._input: self.features(samples)[None]})
-        except Exception as error:  # as above
+        except ORT_ERRORS as error:
             raise ModelError(f"the turn model failed: {error}") from error
         value = float(np.asarray(made).reshape(-1)[0])
         if not 0.0 <= value <= 1.0:  # also refuses NaN

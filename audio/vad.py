@@ -9,13 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 from faster_whisper.utils import get_assets_path
 
 from audio.errors import ModelError
 from audio.frame import Samples, silence
+from audio.onnx_session import ORT_ERRORS, open_file
 
 WINDOW_SAMPLES = 512
+"""Samples per voice probability."""
 CONTEXT_SAMPLES = 64
 STATE_LEN = 128
 
@@ -25,20 +26,10 @@ class VadModel:
 
     def __init__(self, path: Path | None = None) -> None:
         """Loads faster-whisper's file, or ``path``. Raises ModelError when that fails."""
-        file = path or bundled_model_path()
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.inter_op_num_threads = 1
-        options.enable_cpu_mem_arena = False
-        # A pool that spins between calls takes a core away from everybody else.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3
-        try:
-            self._session = ort.InferenceSession(
-                file.read_bytes(), sess_options=options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime raises bare Exceptions of many kinds
-            raise ModelError(f"cannot load the voice activity model {file}: {error}") from error
+        # A whole recording at once takes memory that no caller's windows need again.
+        self._session = open_file(
+            path or bundled_model_path(), 1, "the voice activity model", keeps_memory=False
+        )
 
     def run(self, window: Samples, h: Samples, c: Samples) -> tuple[float, Samples, Samples]:
         """Probability of voice in ``window`` [1, 64 + 512] and the next state, h and c [1, 1, 128].
@@ -51,7 +42,7 @@ class VadModel:
     def _run(self, windows: Samples, h: Samples, c: Samples) -> tuple[Samples, Samples, Samples]:
         try:
             probabilities, h, c = self._session.run(None, {"input": windows, "h": h, "c": c})
-        except Exception as error:  # as above
+        except ORT_ERRORS as error:
             raise ModelError(f"voice activity detection failed: {error}") from error
         return probabilities, h, c
 

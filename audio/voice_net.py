@@ -38,7 +38,8 @@ class VoiceNet:
         """Frames that are decoded in vain on each side of a part."""
         self.decode_s = 0.001
         """What a frame costs the decoder, a running mean: it tells how busy the machine is."""
-        self._flow_halo = parts.flow.halo
+        self.flow_halo_len = parts.flow.halo
+        """Frames on each side of a part that the flow must see."""
         what = f"the voice {path}"
         self._front = open_session(parts.front.model, num_threads, what)
         self._flow = open_session(parts.flow.model, num_threads, what)
@@ -71,11 +72,6 @@ class VoiceNet:
         cost_s = (time.perf_counter() - begun_s) / latents.shape[2]
         self.decode_s += _COST_WEIGHT * (cost_s - self.decode_s)
         return made
-
-    @property
-    def flow_halo_len(self) -> int:
-        """Frames beside a part that the flow must see."""
-        return self._flow_halo
 
 
 class Utterance:

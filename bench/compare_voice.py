@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,10 @@ from audio.vad import VadModel
 
 _ROUNDS = 3
 _TIMEOUT_S = 30.0
+_LEAST_MS = 1.0  # of what is less, ratios say nothing
+
+Asked = tuple[dict[str, float], dict[str, float]]
+"""Milliseconds by name of one question to BEFORE and to AFTER; empty where there was no answer."""
 
 
 def main() -> None:
@@ -43,7 +48,7 @@ async def _compare(variants: list[dict[str, str]], rounds: int) -> None:
     settings = load_settings()
     voice, vad = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model)), VadModel()
     script = [speak_line(line, voice, vad) for line in SCRIPT if line.kind is Kind.PLAIN]
-    figures: list[dict[str, list[float]]] = [{} for _ in variants]
+    asked: list[Asked] = []
     async with AsyncExitStack() as stack:
         urls = []
         for env in variants:
@@ -51,15 +56,26 @@ async def _compare(variants: list[dict[str, str]], rounds: int) -> None:
             urls.append(server.url)
         for number in range(rounds):
             for said in script:
+                found: list[dict[str, float]] = [{}, {}]
                 # Who comes first takes turns: a burst of others' work hits both alike.
                 for at in (0, 1) if number % 2 else (1, 0):
                     async with open_talk(urls[at]) as client:
-                        _take(figures[at], await _ask(client, said))
-    for name in figures[0]:
-        a, b = figures[0][name], figures[1].get(name, [])
-        pairs_ = [y / x for x, y in zip(a, b, strict=False) if x > 1.0]
-        ratio = f"{median(pairs_):.2f}" if pairs_ else "-"
-        print(f"{name:12} {median(a):7.0f} {median(b):7.0f} ms   ratio {ratio}   n {len(a)}")
+                        found[at] = await _ask(client, said)
+                asked.append((found[0], found[1]))
+    print("\n".join(table(asked)))
+
+
+def table(asked: Sequence[Asked]) -> Iterator[str]:
+    """A line for each figure, of those questions that both answered with it."""
+    for name in dict.fromkeys(name for pair in asked for found in pair for name in found):
+        pairs = [(a[name], b[name]) for a, b in asked if name in a and name in b]
+        if not pairs:
+            yield f"{name:12} never measured of both"
+            continue
+        before, after = (median(values) for values in zip(*pairs, strict=True))
+        ratios = [b / a for a, b in pairs if a > _LEAST_MS]
+        ratio = f"{median(ratios):.2f}" if ratios else "-"
+        yield f"{name:12} {before:7.0f} {after:7.0f} ms   ratio {ratio}   n {len(pairs)}"
 
 
 async def _ask(client: TalkClient, said: Utterance) -> dict[str, float]:
@@ -74,13 +90,6 @@ async def _ask(client: TalkClient, said: Utterance) -> dict[str, float]:
     found = {"v2v": trace.get("voice_to_voice_ms"), "recording": result.gaps_ms[0]}
     found |= trace.get("stages_ms") or {}
     return {name: float(ms) for name, ms in found.items() if ms is not None}
-
-
-def _take(figures: dict[str, list[float]], found: dict[str, float]) -> None:
-    if not found:
-        found = dict.fromkeys(figures, float("nan"))
-    for name, ms in found.items():
-        figures.setdefault(name, []).append(ms)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from app.recording import VoicedFrames
 from audio.codecs import AudioFormat
 from audio.endpoint import VoiceStarted
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 from audio.wav import read_audio
@@ -124,8 +124,7 @@ def in_room(played: Samples, delay_ms: int, level_db: float, seed: int) -> Sampl
 
 
 def speech_rate(samples: Samples, rate: int) -> Samples:
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
+    return resample(samples, rate, SPEECH_RATE)
 
 
 if __name__ == "__main__":

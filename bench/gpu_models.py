@@ -140,7 +140,9 @@ class BenchModel:
 
     def kv_bytes(self, num_positions: int) -> int:
         """What attention reads of the cache for ``num_positions`` positions."""
-        return KvCache.num_bytes(self.config, 1, BLOCK_SIZE, "bfloat16") * num_positions // 16
+        return (
+            KvCache.num_bytes(self.config, 1, BLOCK_SIZE, "bfloat16") * num_positions // BLOCK_SIZE
+        )
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Of a prompt: products with layers' weights, scores and their sums, one row of logits."""

@@ -26,6 +26,7 @@ from llm_core.cuda_graphs import CudaCapture
 
 Row = dict[str, Any]
 _FLUSH_BYTES = 256 << 20  # written between two runs, so that nothing is read from a cache
+_LEAST_S = 3.0  # with less left no piece is begun
 _NUM_TIMED = 15
 _NUM_REPEATS = 8
 _CHAIN_LEN = 200
@@ -74,10 +75,10 @@ class Bench:
         print(f"FAILED {where}: {text[:500]}", flush=True)
         self.write()
 
-    def attempt(self, where: str, run: Callable[[], object], *, least_s: float = 3.0) -> None:
+    def attempt(self, where: str, run: Callable[[], object]) -> None:
         """Runs a piece if there is time; its failure is noted and nothing more, unless the device
         is lost: raises DeviceLostError then."""
-        if self.left_s < least_s and not self.is_smoke:
+        if self.left_s < _LEAST_S and not self.is_smoke:
             self.fail(where, f"left out, {self.left_s:.0f} s are left")
             return
         try:

@@ -27,7 +27,7 @@ from audio.asr import Recognizer
 from audio.endpoint import Endpointer, ServerVadConfig, VoiceEnded, VoiceEvent, VoiceStarted
 from audio.frame import SPEECH_RATE, Samples
 from audio.normalize import normalize
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
 from audio.wav import read_audio
 
@@ -132,9 +132,7 @@ def events(samples: Samples, vad: VadModel) -> list[VoiceEvent]:
 
 
 def load(path: Path) -> Samples:
-    samples, rate = read_audio(path)
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
+    return resample(*read_audio(path), SPEECH_RATE)
 
 
 def words(text: str) -> str:

@@ -27,7 +27,7 @@ from app.transports.webrtc.jitter import Gap, Packet, ReceiveBuffer
 from app.transports.webrtc.opus import OpusDecoder
 from audio.asr import Recognizer
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.wav import read_audio
 from bench.speech_set import read_manifest, words
 
@@ -41,11 +41,6 @@ LOSSES: dict[str, Callable[[random.Random, int], set[int]]] = {
         n for n in range(1, num - 1) if n % 25 in (12, 13, 14)
     },
 }
-
-
-def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    resampler = StreamResampler(rate, wanted)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
 
 
 def packets_of(samples: Samples, has_repeats: bool) -> list[bytes]:
@@ -89,12 +84,12 @@ def main() -> None:
     recognizer = Recognizer(ModelStore(settings.home).resolve(settings.asr_model))
     texts: dict[tuple[str, bool], list[str]] = {}
     for path in options.files:
-        samples = resampled(*read_audio(path), RATE)
+        samples = resample(*read_audio(path), RATE)
         for has_repeats in (False, True):
             packets = packets_of(samples, has_repeats)
             for name, losses in LOSSES.items():
                 lost = losses(random.Random(path.name), len(packets))
-                speech = resampled(heard(packets, lost), RATE, SPEECH_RATE)
+                speech = resample(heard(packets, lost), RATE, SPEECH_RATE)
                 text = words(recognizer.transcribe(speech).text)
                 texts.setdefault((name, has_repeats), []).append(text)
     wanted = [words(references[path.name]) for path in options.files]

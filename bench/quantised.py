@@ -29,8 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from llm_core.batch import ForwardBatch, Segment
-from llm_core.compress.perplexity import windows_of
+from llm_core.compress.perplexity import surprisals, windows_of
 from llm_core.compress.plain_model import PlainModel
 from llm_core.compress.quantize_layers import LayerMethod, LayerRecipe, quantize_layers
 from llm_core.compress.self_text import write_conversations
@@ -114,15 +113,7 @@ def plain_nll(model: PlainModel, windows: torch.Tensor) -> list[float]:
 
 def runner_nll(runner: ModelRunner, windows: torch.Tensor) -> list[float]:
     """The same by the engine's own model."""
-    blocks = tuple(range(WINDOW_LEN // runner.block_size))
-    rows, result = torch.arange(WINDOW_LEN - 1), []
-    for ids in windows:
-        batch = ForwardBatch(ids[:-1], (Segment(blocks, 0, WINDOW_LEN - 1),), rows)
-        logits = runner.forward(batch).logits
-        result.append(
-            torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").double().item()
-        )
-    return result
+    return [sum(float(part.double().sum()) for part in surprisals(runner, ids)) for ids in windows]
 
 
 class Kept:

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 
 import jiwer
-import numpy as np
 from faster_whisper import WhisperModel
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
@@ -26,7 +25,7 @@ from app.model_store import ModelStore
 from audio.asr import Recognizer
 from audio.frame import SPEECH_RATE, Samples
 from audio.normalize import normalize
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.wav import read_audio
 
 _CLASSES_S = ((0, 3), (3, 6), (6, 12), (12, 1_000))
@@ -83,9 +82,7 @@ def _rows(data: Path, part: str) -> list[dict[str, str]]:
 
 
 def _load(path: Path) -> Samples:
-    samples, rate = read_audio(path)
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
+    return resample(*read_audio(path), SPEECH_RATE)
 
 
 def _words(text: str) -> str:

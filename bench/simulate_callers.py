@@ -23,7 +23,9 @@ import heapq
 import itertools
 import json
 import random
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,9 +253,6 @@ class Simulation:
 
 def measured_cost_ms(model_path: str) -> tuple[float, float]:
     """(fixed, per row) of steps of 1 to 96 rows, 16 rows of context; the median of five each."""
-    import statistics
-    import time
-
     # The threads of a server on two cores.
     config = EngineConfig(model_path=model_path, max_context=512, num_threads=2)
     runner = ModelRunner.load(config)

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import jiwer
-import numpy as np
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from app.config import load_settings
 from app.model_store import ModelStore
 from audio.asr import Recognizer
+from audio.frame import SPEECH_RATE
 from audio.normalize import normalize
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.wav import read_audio
 
 
@@ -81,9 +81,7 @@ def judge(
     reply_file = replies / f"{Path(name).stem}.reply.wav"
     heard_back = ""
     if reply_file.is_file():
-        samples, rate = read_audio(reply_file)
-        resampler = StreamResampler(rate, 16_000)
-        speech = np.concatenate((resampler.process(samples), resampler.flush()))
+        speech = resample(*read_audio(reply_file), SPEECH_RATE)
         heard_back = recognizer.transcribe(speech).text
     return {
         "name": name,

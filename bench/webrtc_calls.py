@@ -24,7 +24,7 @@ from websockets.asyncio.client import connect
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from audio.resample import StreamResampler
+from audio.resample import resample
 from tests.rtc_client import Pcm, RtcClient
 
 AUDIBLE = 328  # -40 dB of full scale
@@ -33,10 +33,7 @@ AUDIBLE = 328  # -40 dB of full scale
 def question(path: Path, rate: int) -> tuple[Pcm, float]:
     """Samples at ``rate``, and the second at which the voice ends."""
     samples, own_rate = sf.read(path, dtype="float32")
-    resampler = StreamResampler(own_rate, rate)
-    pcm = (np.concatenate((resampler.process(samples), resampler.flush())) * 32_767).astype(
-        np.int16
-    )
+    pcm = (resample(samples, own_rate, rate) * 32_767).astype(np.int16)
     loud = np.flatnonzero(np.abs(pcm) > 0.05 * np.abs(pcm).max())
     return pcm, float(loud[-1]) / rate
 

@@ -24,7 +24,7 @@ from audio.asr import Recognizer
 from audio.asr_guard import words_of
 from audio.frame import SPEECH_RATE, Samples, silence
 from audio.normalize import normalize
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.tts import Synthesizer, pronounceable
 from audio.wav import read_audio
 
@@ -152,8 +152,7 @@ def audible(samples: Samples) -> Samples:
 
 
 def at_16k(samples: Samples, rate: int) -> Samples:
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
+    return resample(samples, rate, SPEECH_RATE)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ from llm_core.model_jobs import (
     shorten_text,
     train_head,
 )
-from llm_core.process_log import use_log_format
 from llm_core.tool_calls import (
     ToolArguments,
     ToolCallEnd,
@@ -139,5 +138,4 @@ __all__ = [
     "quantize_model",
     "shorten_text",
     "train_head",
-    "use_log_format",
 ]

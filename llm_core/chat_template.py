@@ -142,8 +142,8 @@ class ChatTemplate:
         if self._pattern.findall(marked_text) == self._pattern.findall(plain_text):
             return plain_text
         raise InvalidRequestError(
-            "a message contains a control token of this model, and the chat template "
-            "does not allow to keep it apart"
+            "messages: one contains a control token of this model, and the chat template does not "
+            "allow to keep it apart"
         )
 
     def _mark(self, content: str, mark: str) -> str:

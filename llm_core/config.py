@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -145,7 +145,7 @@ class ModelConfig:
                 f"rotary_dim is {self.rotary_dim}, expected an even number up to head_dim "
                 f"{self.head_dim}"
             )
-        if self.activation not in Activation.__args__:  # type: ignore[attr-defined]
+        if self.activation not in get_args(Activation):
             raise ValueError(f"activation is {self.activation!r}, expected 'silu' or 'gelu_tanh'")
         self._check_windows()
         self._check_factors()

@@ -27,8 +27,7 @@ class GpuKvCache(KvCache):
         device: torch.device,
         ops: GpuOps,
     ) -> None:
-        """``on_copy`` and ``on_move`` hear of each change before it is made (rank 0 tells the
-        others). Raises ModelLoadError where the GPU's free memory does not hold the pool."""
+        """Raises ModelLoadError where the GPU's free memory does not hold the pool."""
         if device.type == "cuda":
             num_bytes = self.num_bytes(config, num_blocks, block_size, dtype)
             free_bytes = torch.cuda.mem_get_info(device)[0]
@@ -39,6 +38,7 @@ class GpuKvCache(KvCache):
                     "free: choose a smaller max_context, fewer sequences, or kv_dtype fp8"
                 )
         super().__init__(config, num_blocks, block_size, dtype, device)
+        # They hear of each change before it is made: rank 0 tells the others.
         self.on_copy: Callable[[int, int, int], None] | None = None
         self.on_move: Callable[[Sequence[int], int, Sequence[int]], None] | None = None
         self._ops = ops

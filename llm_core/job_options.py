@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from llm_core.errors import InvalidRequestError
 
@@ -94,8 +94,8 @@ class QuantizeOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in QuantizeMethod.__args__:  # type: ignore[attr-defined]
-            known = ", ".join(QuantizeMethod.__args__)  # type: ignore[attr-defined]
+        if self.method not in get_args(QuantizeMethod):
+            known = ", ".join(get_args(QuantizeMethod))
             raise InvalidRequestError(f"method is {self.method!r}, expected one of {known}")
         if self.bits not in (4, 8) or (self.bits == 8 and self.method == "awq"):
             allowed = "4" if self.method == "awq" else "4 or 8"
@@ -177,8 +177,8 @@ class TrainHeadOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in HeadKind.__args__:  # type: ignore[attr-defined]
-            known = ", ".join(HeadKind.__args__)  # type: ignore[attr-defined]
+        if self.kind not in get_args(HeadKind):
+            known = ", ".join(get_args(HeadKind))
             raise InvalidRequestError(f"kind is {self.kind!r}, expected one of {known}")
         for name in ("talk_s", "train_s"):
             if not 0 <= getattr(self, name) <= 1e6:

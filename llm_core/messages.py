@@ -16,6 +16,7 @@ ModelBackend = Literal["auto", "native", "torch", "triton"]
 Overflow = Literal["refuse", "drop_oldest"]
 Downgrade = Literal["partial_context", "shorter_answer"]
 DraftControl = Literal["auto", "fixed"]
+LogFormat = Literal["text", "json"]
 PolicyName = Literal["deadline", "fcfs", "priority"]
 
 # How a model writes its calls of tools: see tool_calls.py.
@@ -218,13 +219,12 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """What drafts did. ``num_steps`` of a sequence verified ``num_drafted`` drafts, of which
-    ``num_accepted`` were right; by depth: the first entry counts drafts that follow known text.
+    ``num_accepted`` were right; the first entry by depth counts drafts that follow known text.
     ``draft_ns`` was spent on drafting, ``verify_ns`` on the steps that verified."""
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    drafted_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
     draft_ns: int = 0
     verify_ns: int = 0
@@ -298,7 +298,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     on a GPU and in the compiled decoder, float32 elsewhere. ``policy`` says who is served first.
     ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting; the number of rows
     that this allows is learnt from the steps. ``standby`` keeps a second
-    process that has loaded its code (some 200 MB) and needs only the model when the first one
+    process that has loaded its code (160 MB) and needs only the model when the first one
     dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
     "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is
     kept (None: the user's cache directory). ``tensor_parallel`` is how many GPUs of this machine
@@ -319,8 +319,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``attention_window``: tokens see only the last so many before them and the first
     ``attention_sinks`` of their sequence (both rounded up to blocks of 16), at the positions that
     they have in the text; blocks between are given back, so that a long conversation needs no more
-    of the pool than that. None: all. Not together with drafts, nor on a GPU. Raises ValueError
-    for impossible numbers.
+    of the pool than that. None: all. Not together with drafts, nor on a GPU.
+
+    ``log_format`` is the form of the lines that the engine and its ranks write to standard error.
+    Raises ValueError for impossible numbers.
     """
 
     model_path: str
@@ -347,6 +349,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_rows: int = 512
     overlap_steps: bool = True
     torch_compile: bool = False
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         for name in (

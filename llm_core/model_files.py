@@ -12,7 +12,8 @@ from llm_core.chat_template import ChatTemplate
 from llm_core.errors import ModelLoadError
 from llm_core.loading.checkpoint import read_json
 from llm_core.loading.gguf import read_metadata
-from llm_core.loading.model_weights import ModelWeights, open_weights
+from llm_core.loading.model_weights import open_weights
+from llm_core.loading.weights import ModelWeights
 from llm_core.tokenizer import Tokenizer
 from llm_core.tokenizer_json import token_text, tokenizer_from_json
 

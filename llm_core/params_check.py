@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 256
 _MAX_BIASES = 1024
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def validate_params(params: SamplingParams, *, vocab_size: int) -> None:
@@ -29,9 +30,6 @@ def validate_params(params: SamplingParams, *, vocab_size: int) -> None:
     if params.min_tokens and params.guide is not None:
         raise InvalidRequestError("min_tokens: a guide says itself where the reply may end")
     _check_biases(params.logit_bias, vocab_size)
-
-
-_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def _checks(params: SamplingParams) -> tuple[tuple[str, float, bool, str], ...]:
@@ -69,7 +67,12 @@ def _checks(params: SamplingParams) -> tuple[tuple[str, float, bool, str], ...]:
             0 <= num_logprobs <= MAX_LOGPROBS,
             f"between 0 and {MAX_LOGPROBS}",
         ),
-        ("stop", len(params.stop), len(params.stop) <= _MAX_STOP_STRINGS, "at most 16 strings"),
+        (
+            "stop",
+            len(params.stop),
+            len(params.stop) <= _MAX_STOP_STRINGS,
+            f"at most {_MAX_STOP_STRINGS} strings",
+        ),
     )
 
 

@@ -15,8 +15,9 @@ from llm_core.sequence import TokenSequence
 # A prompt without a deadline is treated as if it had to be answered after this time, so that it
 # is neither starved by those that have one nor ahead of them.
 _DEFAULT_DEADLINE_NS = 2_000_000_000
-# A stream gives way while its deadline is further off than this: a few steps of a busy engine.
-_COMFORT_NS = 600_000_000
+# A stream gives way, and does without drafts, while its deadline is further off than this: a few
+# steps of a busy engine.
+COMFORT_NS = 600_000_000
 
 
 class Policy(Protocol):
@@ -71,7 +72,7 @@ class EarliestDeadlineFirst:
         return waiting.priority > running.priority
 
     def gives_way(self, sequence: TokenSequence, now_ns: int) -> bool:
-        return sequence.deadline_ns is not None and sequence.deadline_ns - now_ns > _COMFORT_NS
+        return sequence.deadline_ns is not None and sequence.deadline_ns - now_ns > COMFORT_NS
 
 
 def make_policy(name: PolicyName) -> Policy:

@@ -12,25 +12,16 @@ import argparse
 import logging
 import sys
 import time
-from typing import Literal
 
 import msgspec
 
-LogFormat = Literal["text", "json"]
-
-_format: LogFormat = "text"
+from llm_core.messages import LogFormat
 
 
-def use_log_format(log_format: LogFormat) -> None:
-    """Processes that are started from now on write their logs like this."""
-    global _format
-    _format = log_format
-
-
-def log_arguments(logger: logging.Logger) -> list[str]:
-    """What a new process is told of logs: the level of ``logger``, and the format."""
+def log_arguments(logger: logging.Logger, log_format: LogFormat) -> list[str]:
+    """What a new process is told of logs: the level of ``logger``, and the form of lines."""
     level = logging.getLevelName(logger.getEffectiveLevel())
-    return ["--log-level", level, "--log-format", _format]
+    return ["--log-level", level, "--log-format", log_format]
 
 
 def add_log_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +34,6 @@ def start_logging(arguments: argparse.Namespace, process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines(process, arguments.log_format))
     logging.basicConfig(level=arguments.log_level, handlers=[handler])
-    use_log_format(arguments.log_format)  # for those that this process starts
 
 
 class _Lines(logging.Formatter):

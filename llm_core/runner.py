@@ -18,7 +18,8 @@ from llm_core.cuda_cache import GpuKvCache
 from llm_core.errors import ModelLoadError
 from llm_core.gpu_decoder import TritonDecoder
 from llm_core.kv_cache import KvCache
-from llm_core.loading.model_weights import ModelWeights, open_weights
+from llm_core.loading.model_weights import open_weights
+from llm_core.loading.weights import ModelWeights
 from llm_core.messages import EngineConfig, KvChoice, ModelBackend
 from llm_core.model_choice import (
     Model,

@@ -42,6 +42,7 @@ _BLOCK_LEN = 256
 
 _WORD = 0xFFFF_FFFF
 _NEVER = np.float32(-np.inf)
+_LOWEST = float(np.finfo(np.float32).min)
 _IN_PIECE = np.arange(MAXIMUM_LEN)
 
 
@@ -63,9 +64,6 @@ class ChunkRow(NamedTuple):
     maxima: FloatRow | None = None
     token_id: int | None = None
     drawer: TokenDrawer | None = None
-
-
-_LOWEST = float(np.finfo(np.float32).min)
 
 
 class SamplerState:

@@ -9,6 +9,7 @@ import torch
 
 from llm_core.generation import Generation
 from llm_core.messages import Speculation
+from llm_core.policy import COMFORT_NS
 from llm_core.scheduler import Scheduler, StepPlan
 from llm_core.sequence import TokenSequence
 from llm_core.speculative.control import Controller, Situation
@@ -19,7 +20,6 @@ from llm_core.speculative.tree import EMPTY, DraftTree
 # What a grammar forces is right unless the model splits the same text into other tokens.
 _FORCED_PROBABILITY = 0.95
 _MAX_FORCED = 8
-_COMFORT_NS = 600_000_000  # a stream whose deadline is further off can do without drafts
 
 
 class Speculator:
@@ -169,7 +169,7 @@ class Speculator:
 
     def _is_patient(self, plan: StepPlan, streams: Mapping[int, Generation]) -> bool:
         """All streams have said more than their listeners can have heard."""
-        soon_ns = self._clock() + _COMFORT_NS
+        soon_ns = self._clock() + COMFORT_NS
         deadlines = [plan.chunks[index].sequence.deadline_ns for index in streams]
         return all(deadline is not None and deadline > soon_ns for deadline in deadlines)
 

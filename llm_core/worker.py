@@ -58,6 +58,7 @@ from llm_core.process_log import add_log_arguments, start_logging
 logger = logging.getLogger("llm_core.worker")
 
 _EXIT_GRACE_S = 2.0
+_MAX_COMMANDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,9 @@ class _Inbox:
     writing waits in turn. Nothing is dropped.
     """
 
-    def __init__(self, connection: socket.socket, *, max_commands: int = 1024) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._queue: queue.Queue[_Received | None] = queue.Queue(max_commands)
+        self._queue: queue.Queue[_Received | None] = queue.Queue(_MAX_COMMANDS)
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._read, name="llm-commands", daemon=True)
         self._thread.start()

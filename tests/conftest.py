@@ -32,14 +32,6 @@ settings.register_profile(
 settings.load_profile("parley")
 
 
-@pytest.fixture(autouse=True)
-def processes_log_as_before() -> Iterator[None]:
-    """Whoever has set up logs has chosen their form for all processes that this one starts."""
-    yield
-    if "llm_core.process_log" in sys.modules:  # else nobody has
-        sys.modules["llm_core.process_log"].use_log_format("text")
-
-
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The recordings and texts beside the project."""

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audio.asr_guard import Decoding, Fault, Voice, better, find_fault, has_loop, is_speech
-from audio.asr_split import WINDOW_SAMPLES, Piece
+from audio.asr_split import Piece
+from audio.vad import WINDOW_SAMPLES
 
 CLEAR = Voice(peak=0.98, voiced_s=2.0)
 FAINT = Voice(peak=0.66, voiced_s=0.4)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from audio.asr_split import WINDOW_SAMPLES, Piece
+from audio.asr_split import Piece
 from audio.asr_words import HeardPart, Span, words_in
 from audio.frame import SPEECH_RATE
+from audio.vad import WINDOW_SAMPLES
 
 WINDOW_S = WINDOW_SAMPLES / SPEECH_RATE
 

@@ -93,10 +93,10 @@ def test_logs_carry_the_session_and_hide_keys(log: io.StringIO) -> None:
     root = logging.getLogger()
     before = root.handlers[:], root.level
     try:
-        setup_logging(Settings(api_keys=("hidden-key",)), log)
+        setup_logging(Settings(api_keys=("hidden-key",), ice_credential="turn-word"), log)
         token = session_id.set("sess_7")
         logging.getLogger("app.test").info(
-            "headers: Authorization: Bearer other-key\nopenai-insecure-api-key.third-key",
+            "headers: Authorization: Bearer other-key\nopenai-insecure-api-key.third-key turn-word",
             extra={"key": "hidden-key", "num_bytes": 12},
         )
         logging.getLogger("app.test").debug("not at this level")
@@ -106,7 +106,7 @@ def test_logs_carry_the_session_and_hide_keys(log: io.StringIO) -> None:
     (line,) = log.getvalue().splitlines()
     assert " info app.test session=sess_7 turn=- headers" in line
     assert "num_bytes=12" in line
-    for key in ("hidden-key", "other-key", "third-key"):
+    for key in ("hidden-key", "other-key", "third-key", "turn-word"):
         assert key not in line
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from llm_core import model_choice
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig, ModelBackend
 from llm_core.model_choice import check_float8, why_no_gpu
+from llm_core.parallel import follower, launch
 from llm_core.parallel.launch import Followers
 from llm_core.runner import ModelRunner
 from tests.random_llama import random_weights, tiny_config
@@ -129,3 +132,50 @@ def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ModelLoadError, match="tensor_parallel is 2, but there are 1 GPUs"):
         Followers(EngineConfig(model_path="none", tensor_parallel=2), None)
+
+
+def test_a_rank_that_ends_at_once_is_reported_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks: list[subprocess.Popen[bytes]] = []
+    send = launch._send
+
+    def send_late(process: subprocess.Popen[bytes], config: EngineConfig) -> None:
+        ranks.append(process)
+        process.wait()
+        send(process, config)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "_send", send_late)
+    monkeypatch.setattr(
+        launch, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"]
+    )
+    with pytest.raises(ModelLoadError, match="a rank's process cannot be started: .*pipe"):
+        Followers(EngineConfig(model_path="none", tensor_parallel=2), None)
+    assert ranks[0].stdin is not None and ranks[0].stdin.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "has_trace"),
+    [
+        (ModelLoadError("no such file"), "cannot load its share of the model: no such file", False),
+        (RuntimeError("CUDA error"), "rank 1 ends", True),
+    ],
+)
+def test_why_a_rank_ends_is_in_its_log(
+    error: Exception,
+    message: str,
+    has_trace: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "follow", fail)
+    config = EngineConfig(model_path="none", tensor_parallel=2)
+    assert follower.follow(config, tmp_path, rank=1) == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and message in record.getMessage()
+    assert (record.exc_info is not None) == has_trace

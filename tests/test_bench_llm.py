@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import typer
 
-from app.bench import llm, llm_workloads, machine
+from app.bench import llm, llm_workloads, machine, peer
 from app.bench.engines import Generated, Stopwatch
 from app.cli_bench import _counts
 from app.errors import ParleyError
@@ -83,6 +86,23 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
 def test_a_generation_without_text_is_an_error() -> None:
     with pytest.raises(ParleyError, match="no text"):
         Stopwatch().generated(1, 0, 1)
+
+
+async def test_a_peer_that_does_not_start_is_ended_and_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    really_start = asyncio.create_subprocess_exec
+
+    async def start(*_: str, **pipes: int) -> asyncio.subprocess.Process:
+        started.append(await really_start(sys.executable, "-c", "input()", **pipes))
+        return started[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(peer, "_START_TIMEOUT_S", 0.05)
+    with pytest.raises(ParleyError, match=r"was not ready after 0\.05 s"):
+        await peer.LlamaCppEngine.start(Path("m"), num_threads=1, num_streams=1, max_context=64)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_the_machine_is_described() -> None:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import DEFAULT_STAGES_MS, Settings, load_settings
-from app.conversation.budget import STAGE_NAMES, BudgetedChunker, BudgetTargets, TurnBudget
+from app.conversation.budget import BudgetedChunker, BudgetTargets, TurnBudget
 from app.conversation.filler import Filler
 from app.conversation.session_config import SessionConfig
 from app.errors import ConfigError
-from app.observe.trace import TurnTrace
+from app.observe.trace import STAGE_NAMES, TurnTrace
 from audio.text import ClauseChunker
 from llm_core import EngineBusyError, EngineDiedError
 from tests.budget_faults import TEXT, check_words, misses, small_engine, turns, waits_ms

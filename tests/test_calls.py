@@ -134,6 +134,7 @@ async def test_settings_come_with_the_offer(start: Start) -> None:
     "session, code, param",
     [
         ("{", "invalid_json", "session"),
+        ("[]", "invalid_json", "session"),
         ('{"type": "realtime", "colour": 1}', "unknown_parameter", "session.colour"),
         (
             '{"type": "realtime", "audio": {"output": {"voice": "bob"}}}',

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from llm_core.errors import ModelLoadError
 from llm_core.loading.checkpoint import Checkpoint, read_json
 from llm_core.loading.hf_model import open_hf_model
-from llm_core.loading.model_weights import model_name, open_weights
+from llm_core.loading.model_weights import open_weights
 from llm_core.loading.safetensors import SafetensorsFile
 from llm_core.loading.safetensors_writer import write_safetensors
+from llm_core.loading.weights import model_name
 from tests.hf_models import save_model
 
 DTYPES = (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.call_client import CallClient, Trouble, open_call
-from app.cli import EXIT_USAGE, main
+from app.cli import EXIT_USAGE, Provider, main
 from app.phone_peers import PEERS
 from app.recording import RATE, VoicedFrames
 from app.talk_client import CallerAudio, ConnectError
@@ -36,6 +36,10 @@ def test_a_wrong_call_is_told_at_once(
         main(["call", str(recording), *arguments])
     assert ended.value.code == EXIT_USAGE
     assert complaint in capsys.readouterr().err
+
+
+def test_every_provider_can_be_asked_for() -> None:
+    assert [str(provider) for provider in Provider] == list(PEERS)
 
 
 async def test_a_server_that_is_not_there_is_told_in_words(closed_port: int) -> None:

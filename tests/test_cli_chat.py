@@ -6,15 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
-from app.cli_chat import AnswerTiming, Chat, WordWrapper
+from app.cli_chat import AnswerTiming, Chat, ChatOptions, WordWrapper, _params, run_chat
+from app.config import Settings
+from app.errors import GenerationError
 from llm_core import (
     ChatMessage,
+    EngineClient,
+    EngineConfig,
     FirstToken,
     GenerationDone,
     LlmError,
+    ModelLoadError,
     SamplingParams,
     TextDelta,
     Usage,
@@ -111,6 +117,39 @@ async def test_a_question_without_an_answer_is_not_kept() -> None:
     with pytest.raises(LlmError):
         await ask(chat, "Hi")
     assert chat.messages == []
+
+
+def test_the_engine_is_the_one_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARLEY_LLM_KV_DTYPE", "int8")
+    monkeypatch.setenv("PARLEY_LLM_MAX_STEP_MS", "70")
+    model = tmp_path / "model.gguf"
+    model.touch()
+    started: list[EngineConfig] = []
+
+    async def start(config: EngineConfig) -> EngineClient:
+        started.append(config)
+        raise ModelLoadError("not this time")
+
+    monkeypatch.setattr(EngineClient, "start", staticmethod(start))
+    for threads in (3, None):
+        with pytest.raises(GenerationError, match="not this time"):
+            run_chat(ChatOptions("", model=str(model), home=tmp_path, threads=threads))
+    for config in started:
+        assert (config.model_path, config.kv_dtype, config.max_step_ms) == (str(model), "int8", 70)
+        assert (config.max_sequences, config.standby) == (1, False), "one person, who can wait"
+    assert [config.num_threads for config in started] == [3, Settings().llm_threads]
+
+
+def test_answers_are_sampled_as_the_settings_have_it() -> None:
+    settings = Settings(temperature=0.4, top_p=0.8, repetition_penalty=1.2, max_reply_tokens=50)
+    params = _params(ChatOptions("", seed=5), settings)
+    assert (params.temperature, params.top_p, params.repetition_penalty) == (0.4, 0.8, 1.2)
+    assert (params.max_tokens, params.seed) == (50, 5)
+    assert _params(ChatOptions("", temperature=0.0, max_tokens=7), settings) == SamplingParams(
+        max_tokens=7, temperature=0.0, top_p=0.8, repetition_penalty=1.2
+    )
 
 
 async def test_what_an_answer_took() -> None:

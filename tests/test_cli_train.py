@@ -42,7 +42,7 @@ def test_a_head_is_trained_from_the_command_line(
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (("--kind", "eagle9"), 2, "known are eagle3, eagle1 and medusa"),
+        (("--kind", "eagle9"), 2, "known are eagle3, eagle1, medusa"),
         (("--talk-minutes", -1), 2, "should be greater than or equal to 0"),
         (("--talk-minutes", 0), 1, "let the model talk longer"),
     ],

@@ -310,7 +310,7 @@ async def test_a_worker_that_ends_at_once_is_a_load_error(
 ) -> None:
     children = child_pids()
     monkeypatch.setattr(
-        "llm_core.process._command_line", lambda fd: [sys.executable, "-c", "raise SystemExit(3)"]
+        "llm_core.process._command_line", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"]
     )
     with pytest.raises(ModelLoadError, match="exited with status 3"):
         await EngineClient.start(config(model_path), start_timeout_s=60)

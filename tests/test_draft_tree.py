@@ -73,16 +73,6 @@ def test_best_keeps_the_likeliest_and_their_parents(tree: DraftTree, count: int)
     )
 
 
-@given(trees(), st.integers(0, 6))
-def test_cut_takes_what_is_too_deep(tree: DraftTree, max_depth: int) -> None:
-    cut = tree.cut(max_depth)
-    cut.check()
-    assert sorted(map(tuple, (path_to(cut, i) for i in range(len(cut))))) == sorted(
-        tuple(path) for i in range(len(tree)) if len(path := path_to(tree, i)) <= max_depth
-    )
-    assert all(depth == len(path_to(cut, i)) for i, depth in enumerate(cut.depths))
-
-
 def test_chain() -> None:
     chain = DraftTree.chain([5, 6, 7], [0.5, 0.5, 1.0])
     assert chain.parents == (-1, 0, 1) and chain.row_parents == (-1, 0, 1, 2)

@@ -3,6 +3,8 @@ do two processes that share the model."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,8 +107,11 @@ def test_the_engine_says_what_it_says_on_torch() -> None:
     assert any(1 in batch and 12 in batch for batch in triton.batches), "a chunk beside a token"
 
 
-def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_compute_what_one_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """Greedy tokens, then a tree's logits and features, after copies and moves in both caches."""
+    caplog.set_level(logging.INFO, "llm_core.parallel")  # which the other rank's is, too
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     shared = ModelRunner.load(
         EngineConfig(
@@ -115,6 +120,7 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
             tensor_parallel=2,
             overlap_rows=2,  # halves, from the first step that has any
             kv_cache_tokens=64,
+            log_format="json",
         )
     )
     plain = EngineConfig(model_path=path, backend="torch", kv_cache_tokens=64)
@@ -145,6 +151,8 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
         _same(shared, alone, ForwardBatch(torch.tensor([9]), (last,), torch.tensor([0])))
     finally:
         shared.close()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "rank1[" in line]
+    assert lines and all(json.loads(line)["process"].startswith("rank1[") for line in lines)
 
 
 def _same(shared: ModelRunner, alone: ModelRunner, batch: ForwardBatch) -> torch.Tensor:

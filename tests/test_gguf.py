@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from llm_core.errors import ModelLoadError
 from llm_core.loading.gguf import GgufFile, read_metadata
-from llm_core.loading.gguf_model import open_gguf_model, read_config
+from llm_core.loading.gguf_config import read_config
+from llm_core.loading.gguf_model import open_gguf_model
 from llm_core.loading.weights import weight_shapes
 from llm_core.quant.formats import to_float
 from tests.random_llama import random_weights, tiny_config
@@ -101,7 +102,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def refuses(path: Path, message: str) -> None:
-    with pytest.raises(ModelLoadError, match=message), open_gguf_model(str(path)):
+    with pytest.raises(ModelLoadError, match=message), open_gguf_model(path):
         pass
 
 
@@ -131,7 +132,7 @@ def test_weights_equal_the_gguf_packages(tmp_path: Path, kind: gguf.GGMLQuantiza
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         for tensor in gguf.GGUFReader(path).tensors
     }
-    with open_gguf_model(str(path)) as model:
+    with open_gguf_model(path) as model:
         assert set(model.weights) == set(weight_shapes(model.config))
         weights = dict(model.weights)
     for name, weight in weights.items():  # after the file was closed: they are copies
@@ -141,7 +142,7 @@ def test_weights_equal_the_gguf_packages(tmp_path: Path, kind: gguf.GGMLQuantiza
 
 def test_missing_head_means_tied(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", edit_tensors=lambda t: t.pop("output.weight"))
-    with open_gguf_model(str(path)) as model:
+    with open_gguf_model(path) as model:
         assert model.config.tie_embeddings
         assert "head" not in model.weights
 
@@ -333,7 +334,7 @@ def test_numbers_that_are_not_finite_are_refused(
     path.write_bytes(content)
     with (
         pytest.raises(ModelLoadError, match="tensor blk.0.ffn_up.weight.* NaN or infinite"),
-        open_gguf_model(str(path)) as model,
+        open_gguf_model(path) as model,
     ):
         dict(model.weights)
 
@@ -406,7 +407,7 @@ def test_damaged_headers_are_read_or_refused(
     path = tmp_path / "damaged.gguf"
     path.write_bytes(damaged)
     try:
-        with open_gguf_model(str(path)) as model:
+        with open_gguf_model(path) as model:
             assert model.config.num_layers >= 1
     except ModelLoadError as error:
         assert "damaged.gguf" in str(error)

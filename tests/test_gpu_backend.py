@@ -208,6 +208,24 @@ def test_a_spoilt_tuning_file_is_said_and_not_used(
     assert "is not used" in caplog.text
 
 
+def test_a_tuning_file_that_cannot_be_written_is_said_and_serves_this_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[int] = []
+    is_directory = tmp_path / "gpu.json"
+    is_directory.mkdir()
+    below_a_file = tmp_path / "file" / "gpu.json"
+    below_a_file.parent.write_text("")
+    for path in (is_directory, below_a_file):
+        caplog.clear()
+        tuner = make_tuner(path, "card", ran)
+        with tuner.measuring():
+            choose(tuner, ran=ran)
+        assert choose(tuner) == FAST
+        assert f"the tuning file {path} cannot be written" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "gpu.json"], "nothing temporary"
+
+
 def test_configurations_of_other_versions_are_not_used(tmp_path: Path) -> None:
     tuner = Tuner(None, "card")
     tuner.put("matmul", (64, "bf16"), {"BLOCK": 99, "num_warps": 4})

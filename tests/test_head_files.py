@@ -269,7 +269,7 @@ def test_the_fingerprint_is_the_models_whatever_its_format() -> None:
 
 def test_the_bundled_head_is_small_and_sound() -> None:
     (path,) = (entry.parent for entry in BUNDLED_DIR.glob(f"*/{CONFIG_NAME}"))
-    config = HeadConfig.from_json((path / CONFIG_NAME).read_text())
+    config = HeadConfig.from_values(json.loads((path / CONFIG_NAME).read_text()))
     assert bundled_head(config.target_fingerprint) == path
     assert bundled_head("0" * 16) is None
     assert sum(file.stat().st_size for file in path.iterdir()) < 10_000_000

@@ -72,7 +72,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("sequence",),
         ("config",),
         ("model_hash",),
-        ("errors", "messages", "job_options", "cpu_features", "process_log"),  # leaves
+        ("errors", "messages", "job_options", "cpu_features", "process_log", "child_process"),
     ),
 }
 

@@ -157,6 +157,7 @@ async def test_the_endpoint_speaks_both_formats_and_knows_the_server(tmp_path: P
     engine.is_alive = True
     app = create_app(services.settings, services, web_root=tmp_path)
     services.traces.add(a_turn())
+    services.recognition.num_refused, services.load.num_skipped = 3, 5
     async with listening(app, services.settings) as url, httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/metrics")).status_code == 401
         http.headers["authorization"] = "Bearer k1"
@@ -170,6 +171,8 @@ async def test_the_endpoint_speaks_both_formats_and_knows_the_server(tmp_path: P
         assert value(found, "parley_llm_cache_lookup_tokens_total") == 20
         assert value(found, "parley_llm_cache_hit_tokens_total") == 8
         assert value(found, "parley_llm_preemptions_total") == 0
+        assert value(found, "parley_asr_refused_total") == 3
+        assert value(found, "parley_early_answers_skipped_total") == 5
         assert value(found, "parley_llm_kv_free_blocks") == 64
         assert value(found, "parley_turns_total", outcome="answered", origin="spoken") == 1
         assert value(found, "process_cpu_seconds_total") > 0

@@ -66,7 +66,11 @@ def test_another_cpu_or_compiler_is_another_library(
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("echo bad flag >&2; exit 3", "status 3: bad flag"), ("exit 1", "status 1")],
+    [
+        ("echo bad flag >&2; exit 3", "status 3: bad flag"),
+        ("exit 1", "status 1"),
+        (r"printf 'bad \377 flag' >&2; exit 3", "status 3: bad \ufffd flag"),
+    ],
 )
 def test_failed_compilation_is_told_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
@@ -80,6 +84,12 @@ def test_failed_compilation_is_told_and_leaves_nothing(
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(NativeUnavailableError, match=r"no C compiler.*no-such-compiler"):
+        build.build(tmp_path)
+
+
+def test_a_command_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc '-O2")
+    with pytest.raises(NativeUnavailableError, match=r"CC is .*gcc '-O2.*No closing quotation"):
         build.build(tmp_path)
 
 

@@ -6,10 +6,12 @@ import random
 
 import pytest
 import torch
+from annotated_types import Le
 
+from app.config import Settings
 from kernels import reference
-from kernels.native import Library, PackedMatrix
-from kernels.native.library import GATED, GELU_TANH, GROUP, SILU
+from kernels.native import Library, NativeUnavailableError, PackedMatrix
+from kernels.native.library import GATED, GELU_TANH, GROUP, MAX_THREADS, SILU
 from tests.native_library import FORMS, native_library
 
 ROW_COUNTS = [*range(1, 10), 15, 16, 17, 33]
@@ -170,12 +172,21 @@ def test_what_is_not_finite_stays_visible(library: Library, value: float) -> Non
     assert bool(result[[0, 2]].isfinite().all())
 
 
-def test_many_threads_and_no_rows(library: Library) -> None:
+@pytest.mark.parametrize("num_threads", [7, MAX_THREADS])
+def test_many_threads_and_no_rows(library: Library, num_threads: int) -> None:
     """More threads than tiles; an empty product."""
     packed = Packed(library, 16, 64, 4, True, seed=6)
     x = torch.randn(2, 64)
     expected = packed.matrix.matmul(library.pool(1), x)
-    pool = library.pool(7, spin_us=0)  # waiting threads sleep at once
+    pool = library.pool(num_threads, spin_us=0)  # waiting threads sleep at once
     for _ in range(50):
         assert torch.equal(packed.matrix.matmul(pool, x), expected)
     assert packed.matrix.matmul(pool, x[:0]).shape == (0, 16)
+
+
+def test_more_threads_than_a_pool_has(library: Library) -> None:
+    """As many as PARLEY_LLM_THREADS may ask for can be had."""
+    threads = Settings.model_fields["llm_threads"]
+    assert Le(MAX_THREADS) in threads.metadata
+    with pytest.raises(NativeUnavailableError, match="start 257 threads: expected 1 to 256"):
+        library.pool(MAX_THREADS + 1)

@@ -136,8 +136,16 @@ def test_what_begins_no_stream_is_refused(message: str | bytes) -> None:
 def test_a_format_that_is_not_known_is_named(provider: str) -> None:
     text = json.dumps(STARTS[provider]).replace("8000", "11025").replace("16000", "11025")
     text = text.replace("audio/x-mulaw", "audio/opus")
-    with pytest.raises(PhoneProtocolError, match=r"'[\w.-]*(ormat|content-type)"):
+    words = r"'[\w.-]*(ormat[\w.]*|content-type)' is .*(11025|opus).*, expected .*8000|mulaw"
+    with pytest.raises(PhoneProtocolError, match=words):
         detect(text)
+
+
+def test_what_a_provider_says_of_its_errors_is_told() -> None:
+    protocol, _ = begun("telnyx")
+    error = {"event": "error", "payload": {"code": 100002, "title": "unknown_error"}}
+    with pytest.raises(PhoneProtocolError, match="an error: .*100002.*unknown"):
+        protocol.parse(json.dumps(error))
 
 
 MEDIA = {"track": "inbound", "chunk": "7", "timestamp": "140", "payload": BASE64}

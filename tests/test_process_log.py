@@ -7,12 +7,14 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from app.config import Settings
-from app.logging_setup import setup_logging
-from llm_core import process_log
+from app.engine_options import engine_config
+from llm_core import EngineClient, process_log
+from tests.tiny_model import write_tiny_gguf
 
 logger = logging.getLogger("llm_core.here")
 
@@ -62,11 +64,23 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert second["message"] == "it\nfailed" and "no such thing" in second["exception"]
 
 
-def test_processes_are_told_what_the_settings_say() -> None:
-    setup_logging(Settings(log_format="json", log_level="warning"))
-    wanted = ["--log-level", "WARNING", "--log-format", "json"]
-    assert process_log.log_arguments(logger) == wanted
-    setup_logging(Settings(log_format="text", log_level="info"))
-    assert process_log.log_arguments(logger) == ["--log-level", "INFO", "--log-format", "text"]
-    start(*wanted)
-    assert process_log.log_arguments(logger) == wanted, "an engine passes it on to its ranks"
+def test_a_new_process_logs_as_the_one_that_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger().setLevel(logging.WARNING)
+    start(*process_log.log_arguments(logger, "json"))
+    logger.info("not asked for")
+    logger.warning("ready")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "ready"
+
+
+async def test_the_engine_of_a_server_writes_the_lines_of_its_settings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # a folder that cannot be written, of which an engine warns
+    settings = Settings(home=tmp_path, native_dir=tmp_path / "file" / "native", log_format="json")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    engine = await EngineClient.start(engine_config(settings, path, {"standby": "false"}))
+    await engine.close()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert any("runs on torch" in line["message"] for line in lines)
+    assert all(line["process"].startswith("engine[") for line in lines)

@@ -87,23 +87,6 @@ def test_rows_are_rows(kind: BlockKind) -> None:
     assert torch.equal(tensor.rows(picked).dequantize(), tensor.dequantize()[picked])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
-def test_int4_form_means_the_same_values(kind: BlockKind) -> None:
-    num_in = widened(kind, 96)
-    tensor = blocks(kind, rand(16, num_in))
-    codes, scale_zero = tensor.int4()
-    expected = (torch.int32, (16, num_in), (num_in // 32, 16, 2))
-    assert (codes.dtype, codes.shape, scale_zero.shape) == expected
-    scale, zero = scale_zero.double().repeat_interleave(32, 0).permute(2, 1, 0)
-    values = (codes - 8) * scale + zero
-    torch.testing.assert_close(values.float(), tensor.dequantize(), atol=1e-6, rtol=1e-6)
-
-
-def test_q8_0_has_no_int4_form() -> None:
-    with pytest.raises(ValueError, match="Q8_0"):
-        blocks("Q8_0", rand(2, 32)).int4()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_codes_are_exact(kind: BlockKind) -> None:
     tensor = blocks(kind, rand(6, widened(kind, 64)))

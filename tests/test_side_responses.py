@@ -8,8 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from app.api.realtime import RealtimeConnection
+from app.conversation.events import ResponseDone, SessionEvent
+from app.conversation.history import History
+from app.conversation.requests import ResponseRequest
+from app.conversation.services import Services
+from app.conversation.session_config import SessionConfig
+from app.conversation.side_responses import SideResponses
 from tests.fake_realtime import FakeChannel
-from tests.fakes import ScriptedEngine, fake_services
+from tests.fakes import ScriptedEngine, fake_services, recent
 
 Wire = dict[str, Any]
 
@@ -20,12 +26,13 @@ def user(text: str) -> Wire:
 
 
 @asynccontextmanager
-async def conversation(engine: ScriptedEngine) -> AsyncIterator[FakeChannel]:
+async def conversation(
+    engine: ScriptedEngine, services: Services | None = None
+) -> AsyncIterator[FakeChannel]:
     before = asyncio.all_tasks()
     channel = FakeChannel()
-    running = asyncio.create_task(
-        RealtimeConnection(channel, fake_services(engine), "parley").run()
-    )
+    services = services or fake_services(engine)
+    running = asyncio.create_task(RealtimeConnection(channel, services, "parley").run())
     await channel.until("session.created")
     channel.say("session.update", session={"output_modalities": ["text"], "instructions": "Be."})
     await channel.until("session.updated")
@@ -111,9 +118,44 @@ async def test_several_run_beside_the_conversations_own_and_are_bounded() -> Non
 async def test_a_client_that_leaves_takes_them_along() -> None:
     engine = ScriptedEngine("one two three")
     engine.gate.clear()
-    async with conversation(engine) as channel:
+    services = fake_services(engine)
+    async with conversation(engine, services) as channel:
         channel.say("response.create", response={"conversation": "none"})
-        await channel.until("response.created")
+        response = (await channel.until("response.created"))["response"]
+    (turn,) = recent(services.traces.store, 2)
+    assert (turn["response_id"], turn["outcome"]) == (response["id"], "cancelled")
+
+
+async def test_one_whose_end_is_being_told_is_not_left_behind() -> None:
+    """Telling may wait for a client that does not read."""
+    services = fake_services(ScriptedEngine("ok"))
+    is_told = asyncio.Event()
+
+    async def sink(event: SessionEvent) -> None:
+        if isinstance(event, ResponseDone):
+            is_told.set()
+            await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    side = SideResponses(services, sink, "sess_1")
+    side.start(ResponseRequest(modality="text"), History(), SessionConfig("Be."))
+    await is_told.wait()
+    assert len(side) == 0, "another one may be asked for"
+    await side.close()
+    assert asyncio.all_tasks() == before
+
+
+async def test_one_that_is_ended_before_it_began_is_recorded() -> None:
+    services = fake_services(ScriptedEngine("ok"))
+
+    async def sink(event: SessionEvent) -> None:
+        raise AssertionError(f"nothing is told of it: {event}")
+
+    side = SideResponses(services, sink, "sess_1")
+    side.start(ResponseRequest(modality="text"), History(), SessionConfig("Be."))
+    await side.close()
+    (turn,) = recent(services.traces.store, 2)
+    assert turn["outcome"] == "cancelled"
 
 
 async def test_unknown_references_and_choices_are_refused() -> None:

@@ -122,17 +122,21 @@ async def test_a_client_reports_what_was_heard(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("report", "param"),
+    ("report", "code", "param"),
     [
-        ({"gap_ms": -1}, "gap_ms"),
-        ({"gap_ms": 1e12}, "gap_ms"),
-        ({"note": "x"}, "note"),
-        ({"num_gaps": 1.5}, "num_gaps"),
-        ([], None),
+        ({"gap_ms": -1}, "integer_below_min_value", "gap_ms"),
+        ({"gap_ms": 1e12}, "decimal_above_max_value", "gap_ms"),
+        ({"gap_ms": "85"}, "invalid_type", "gap_ms"),
+        ({"note": "x"}, "unknown_parameter", "note"),
+        ({"num_gaps": 1.5}, "invalid_type", "num_gaps"),
+        ([], "invalid_json", None),
     ],
 )
-async def test_reports_are_checked(http: httpx.AsyncClient, report: Any, param: str | None) -> None:
+async def test_reports_are_checked(
+    http: httpx.AsyncClient, report: Any, code: str, param: str | None
+) -> None:
     refused = await http.post("/v1/traces/turn_3/playout", json=report)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == param
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
     assert "client" not in (await http.get("/v1/traces/turn_3")).json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import statistics
 from pathlib import Path
 
@@ -30,7 +31,10 @@ async def test_a_call_connects_within_300_ms(tmp_path: Path) -> None:
     assert statistics.median(took_s) < 0.3
 
 
-async def test_a_spoken_question_gets_a_spoken_answer(tmp_path: Path) -> None:
+async def test_a_spoken_question_gets_a_spoken_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "app.transports.webrtc.peer")
     async with serving(tmp_path) as server, server.client() as client:
         watch = Stopwatch()
         await client.connect()
@@ -52,6 +56,10 @@ async def test_a_spoken_question_gets_a_spoken_answer(tmp_path: Path) -> None:
         assert "response.output_audio_transcript.delta" in client.names()
         trace = recent(server.services.traces.store, 1)[0]
         assert 100 < trace["voice_to_voice_ms"] < 900 + 1000 * watch.lost_s()
+    (line,) = [record for record in caplog.records if record.message == "webrtc connection closed"]
+    told = vars(line)
+    assert told["damaged"] == told["resets"] == 0
+    assert all(told[name] >= 0 for name in ("lost", "late", "duplicates", "skipped_frames"))
 
 
 @pytest.mark.parametrize("channels", [1, 2])

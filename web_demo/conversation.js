@@ -150,6 +150,7 @@ export class Conversation {
     this.answers.clear();
     this.spoken.clear();
     this.unanswered.clear();
+    this.harmless.clear();
     this.typed = [];
     this.isCallerSpeaking = false;
     this.around.onChange();

@@ -119,10 +119,4 @@ export class Player {
     const heard = (played / this.context.sampleRate - latency) * 1000;
     return Math.floor(Math.max(0, Math.min(heard, known)));
   }
-
-  /** Lets go of the sound system. */
-  close() {
-    this.node.port.onmessage = null;
-    this.node.disconnect();
-  }
 }

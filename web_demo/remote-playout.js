@@ -60,7 +60,7 @@ export class RemotePlayout {
  * @param {Counts} after
  * @returns {Record<string, number> | null} null: nothing was played
  */
-export function reportOf(before, after) {
+function reportOf(before, after) {
   const grown = (/** @type {keyof Counts} */ name) => Math.max(0, (after[name] ?? 0) - (before[name] ?? 0));
   const samples = grown("totalSamplesReceived");
   const seconds = grown("totalSamplesDuration");

@@ -15,7 +15,7 @@ const KEY = "parley.settings";
  */
 
 /** @type {Settings} */
-export const DEFAULTS = {
+const DEFAULTS = {
   transport: "auto",
   microphone: "",
   turns: "server",
@@ -25,7 +25,7 @@ export const DEFAULTS = {
 };
 
 /** @returns {Settings} */
-export function loadSettings() {
+function loadSettings() {
   try {
     return { ...DEFAULTS, ...JSON.parse(localStorage.getItem(KEY) ?? "{}") };
   } catch {

@@ -1,1 +1,1 @@
-"""What clients speak: the Realtime events, and the queries of the traces page."""
+"""What clients speak: Realtime events, calls, chat, files of sound, traces and metrics."""

@@ -17,6 +17,7 @@ from app.api.speech import SpeechAnswer
 from app.api.speech_request import parse_speech
 from app.api.transcription_request import parse_transcription
 from app.api.transcriptions import TranscriptionAnswer
+from app.auth import peer_of
 from app.conversation.services import Services
 
 # The other fields of the form.
@@ -49,7 +50,7 @@ def audio_router(services: Services) -> APIRouter:
         state = request.app.state
         grant = state.gatekeeper.check(request.headers)
         state.connections.check_open()
-        owner = grant.limited_as(request.client.host if request.client else "?")
+        owner = grant.limited_as(peer_of(request))
         state.rate_limits.check_session(owner)
         return places.take(owner)
 

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import pydantic_core
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -24,8 +23,9 @@ from app.api.http_errors import error_response
 from app.api.multipart import form_fields
 from app.api.realtime import MakeSession
 from app.api.realtime_call import CallConnection
+from app.api.realtime_fields import json_object
 from app.api.realtime_names import OWN_NAME, is_beta
-from app.auth import Gatekeeper, Grant
+from app.auth import Gatekeeper, Grant, peer_of
 from app.connections import Connections
 from app.conversation.services import Services
 from app.errors import ClientError, UnavailableError
@@ -198,9 +198,8 @@ async def _answered(request: Request, ready: Callable[[Request], tuple[Calls, Gr
             opening = _merged(grant.session, session)
             named = request.query_params.get("model") or opening.get("model")
             model = named if isinstance(named, str) else OWN_NAME
-            peer = request.client.host if request.client else "?"
             call_id, answer = await calls.begin(
-                sdp, model, opening, grant, peer, is_beta(request.headers)
+                sdp, model, opening, grant, peer_of(request), is_beta(request.headers)
             )
     except HttpError as error:
         return _refused(error)
@@ -228,7 +227,9 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
             "Missing required parameter: 'sdp'.", code="missing_required_parameter", param="sdp"
         )
     session = fields.get("session")
-    return _text(fields["sdp"], "sdp"), _session(session) if session is not None else {}
+    # What is in the settings is checked where the session is opened.
+    opening = {} if session is None else json_object(session, "'session'", "session")
+    return _text(fields["sdp"], "sdp"), opening
 
 
 def _text(data: bytes, param: str) -> str:
@@ -236,19 +237,6 @@ def _text(data: bytes, param: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ClientError(f"'{param}' is not UTF-8.", code="invalid_value", param=param) from error
-
-
-def _session(data: bytes) -> dict[str, Any]:
-    """A JSON object; what is in it is checked where the session is opened."""
-    try:
-        parsed = pydantic_core.from_json(data, allow_inf_nan=False)
-    except ValueError as error:
-        raise ClientError(
-            f"'session' is not valid JSON: {error}.", code="invalid_json", param="session"
-        ) from error
-    if not isinstance(parsed, dict):
-        raise ClientError("'session' is not a JSON object.", code="invalid_type", param="session")
-    return parsed
 
 
 def _merged(base: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:

@@ -146,17 +146,18 @@ def to_messages(messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> lis
 
 def _check_fields(message: Message, path: str, calls: set[str]) -> None:
     if message.tool_calls is not None and message.role != "assistant":
-        raise _wrong(f"{path}.tool_calls", "only a message of role 'assistant' has tool calls")
+        raise wrong(f"{path}.tool_calls", "only a message of role 'assistant' has tool calls")
     if message.tool_call_id is not None and message.role != "tool":
-        raise _wrong(f"{path}.tool_call_id", "only a message of role 'tool' has one")
+        raise wrong(f"{path}.tool_call_id", "only a message of role 'tool' has one")
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise _wrong(f"{path}.content", "a text is needed", code="missing_required_parameter")
+        raise wrong(f"{path}.content", "a text is needed", code="missing_required_parameter")
     if message.role == "tool" and message.tool_call_id not in calls:
-        raise _wrong(
+        raise wrong(
             f"{path}.tool_call_id",
             "a message of role 'tool' must answer a call in a message before it",
         )
 
 
-def _wrong(param: str, what: str, code: str = "invalid_value") -> ClientError:
+def wrong(param: str, what: str, code: str = "invalid_value") -> ClientError:
+    """The error for ``param``, of which ``what`` says what it must be."""
     return ClientError(f"Invalid value for '{param}': {what}.", code=code, param=param)

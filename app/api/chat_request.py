@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from app.api.chat_messages import Messages, Tools, to_messages, to_tools
+from app.api.chat_messages import Messages, Tools, to_messages, to_tools, wrong
 from app.api.realtime_fields import WireModel, invalid, null_is, only, parse_body
-from app.errors import ClientError
 from llm_core import (
     ChatMessage,
     ChoiceGuide,
@@ -160,9 +159,9 @@ def parse_chat(body: bytes, context_len: int, defaults: ChatDefaults) -> Chat:
 
 def _to_chat(request: ChatRequest, context_len: int, defaults: ChatDefaults) -> Chat:
     if request.stream_options is not None and not request.stream:
-        raise _wrong("stream_options", "only allowed when 'stream' is true")
+        raise wrong("stream_options", "only allowed when 'stream' is true")
     if request.top_logprobs is not None and not request.logprobs:
-        raise _wrong("top_logprobs", "only allowed when 'logprobs' is true")
+        raise wrong("top_logprobs", "only allowed when 'logprobs' is true")
     tools = _offered(request)
     options = request.stream_options or StreamOptions()
     if request.temperature is not None:
@@ -207,10 +206,10 @@ def _max_tokens(request: ChatRequest, context_len: int) -> int:
         if (value := getattr(request, name)) is not None
     ]
     if len({value for _, value in given}) > 1:
-        raise _wrong("max_tokens", "give it or 'max_completion_tokens', not both")
+        raise wrong("max_tokens", "give it or 'max_completion_tokens', not both")
     for name, value in given:
         if value > context_len:
-            raise _wrong(
+            raise wrong(
                 name, f"{value} is too large: the context of this model holds {context_len} tokens"
             )
     return given[0][1] if given else context_len
@@ -220,7 +219,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
     for name in biases:
         # Nine digits name any token there is; int() alone would take spaces and underscores.
         if not (name.isascii() and name.isdigit() and len(name) <= 9):
-            raise _wrong("logit_bias", f"{name[:40]!r} is no token id")
+            raise wrong("logit_bias", f"{name[:40]!r} is no token id")
     return {int(name): bias for name, bias in biases.items()}
 
 
@@ -231,12 +230,12 @@ def _offered(request: ChatRequest) -> tuple[ToolSpec, ...]:
     if choice in (None, "none"):
         return () if choice == "none" else tools
     if not tools:
-        raise _wrong("tool_choice", "only allowed when 'tools' are given")
+        raise wrong("tool_choice", "only allowed when 'tools' are given")
     assert choice is not None, "none of the other cases"
     if choice.startswith("function:"):
         named = tuple(tool for tool in tools if tool.name == choice.partition(":")[2])
         if not named:
-            raise _wrong("tool_choice.function.name", "not a function of 'tools'")
+            raise wrong("tool_choice.function.name", "not a function of 'tools'")
         return named
     return tools
 
@@ -246,7 +245,7 @@ def _guide(request: ChatRequest, tools: tuple[ToolSpec, ...]) -> Guide | None:
     if not tools:
         return text
     if text is not None and not isinstance(text, JsonGuide):
-        raise _wrong("structured_outputs", "a pattern or a choice leaves no room for 'tools'")
+        raise wrong("structured_outputs", "a pattern or a choice leaves no room for 'tools'")
     is_named = (request.tool_choice or "").startswith("function:")
     return ToolGuide(
         tools=tools,
@@ -263,7 +262,7 @@ def _text_guide(request: ChatRequest) -> Guide | None:
         guides.append(JsonGuide())
     if wanted is not None and wanted.type == "json_schema":
         if wanted.json_schema is None:
-            raise _wrong(
+            raise wrong(
                 "response_format.json_schema",
                 "needed with the type 'json_schema'",
                 code="missing_required_parameter",
@@ -278,9 +277,5 @@ def _text_guide(request: ChatRequest) -> Guide | None:
         if asked.json_ is not None:
             guides.append(JsonGuide(schema=json.dumps(asked.json_, ensure_ascii=False)))
     if len(guides) > 1:
-        raise _wrong("structured_outputs", "more than one format is asked for")
+        raise wrong("structured_outputs", "more than one format is asked for")
     return guides[0] if guides else None
-
-
-def _wrong(param: str, what: str, code: str = "invalid_value") -> ClientError:
-    return ClientError(f"Invalid value for '{param}': {what}.", code=code, param=param)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import pydantic_core
 from fastapi import APIRouter, Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from app.api.http_body import read_body
-from app.api.realtime_fields import WireModel, null_is, to_client_error
+from app.api.realtime_fields import WireModel, checked, json_object, null_is
 from app.api.realtime_names import OWN_NAME, Names
 from app.api.realtime_session import SessionParams, SessionState, to_wire
 from app.config import Settings
 from app.conversation.ids import new_id
-from app.errors import ClientError
 
 MAX_BODY_BYTES = 128 * 1024
 
@@ -43,11 +41,8 @@ def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> 
         gatekeeper = request.app.state.gatekeeper
         grant = gatekeeper.check(request.headers)
         request.app.state.connections.check()
-        data = _json(await read_body(request, MAX_BODY_BYTES))
-        try:
-            wanted = ClientSecretRequest.model_validate(data)
-        except ValidationError as error:
-            raise to_client_error(error) from error
+        data = json_object(await read_body(request, MAX_BODY_BYTES) or b"{}")
+        wanted = checked(data, ClientSecretRequest)
         state = SessionState(settings, names, wanted.session.model or OWN_NAME, server_tools)
         state.params = state.merged(wanted.session, voice_locked=False)
         value, record = gatekeeper.client_secrets.create(
@@ -57,13 +52,3 @@ def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> 
         return {"value": value, "expires_at": record.expires_at_s, "session": shown}
 
     return router
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    try:
-        data = pydantic_core.from_json(body or b"{}", allow_inf_nan=False)
-    except ValueError as error:
-        raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(data, dict):
-        raise ClientError("The body is not a JSON object.", code="invalid_json")
-    return data

@@ -8,10 +8,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from app.api.realtime_names import OWN_NAME
 from app.conversation.engines import TalkEngine
 from app.errors import ClientError
-
-OWN_NAME = "parley"
 
 # Clients and load tools send OpenAI's names without being asked; as in the Realtime API they stand
 # for what is loaded here. Answers carry the true name.

@@ -28,7 +28,7 @@ from app.api.realtime import MakeSession
 from app.auth import Gatekeeper
 from app.config import Settings
 from app.conversation.services import Services
-from app.errors import ClientError, ConfigError, ParleyError
+from app.errors import ClientError, ConfigError, ParleyError, UnavailableError
 from app.rate_limits import RateLimits
 from app.transports.base import ChannelClosed, EventChannel
 from app.transports.phone.audiosocket import AudioSocket
@@ -97,7 +97,10 @@ class PhoneDesk:
         try:
             self._connections.check()
             if self._num_starting >= self._connections.max_connections:
-                raise ClientError("Too many streams that have not begun.", code="overloaded")
+                raise UnavailableError(
+                    f"{self._num_starting} streams have not begun yet; try again soon.",
+                    retry_after_s=START_TIMEOUT_S,
+                )
             protocol, started = await self._start(wire, meet)
             with ExitStack() as counted:
                 line, call = self._admit(wire, protocol, started, tokens, counted)

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
 from app.api import realtime_events as ev
-from app.api.realtime_fields import to_client_error
+from app.api.realtime_fields import checked
 from app.api.realtime_names import Names, check_voice, model_not_found
 from app.api.realtime_session import SessionParams, SessionState, to_config, to_wire
 from app.api.realtime_tools import check_tools, tools_of
@@ -172,24 +171,12 @@ class RealtimeConnection:
         session, side = self._session, self._side
         return session is not None and (not session.is_idle or (side is not None and bool(side)))
 
-    @property
-    def session(self) -> Session | None:
-        """The running session."""
-        return self._session
-
-    async def send(self, event: Wire) -> None:
-        """Send a server event of the transport's own to all clients."""
-        await self._send(event)
-
     def _open(self) -> None:
         """Check what the session begins with. Raises ClientError."""
         model = self._state.params.model or ""
         if not self._names.is_model(model):
-            raise model_not_found(model, "model")
-        try:
-            opening = SessionParams.model_validate(self._opening)
-        except ValidationError as error:
-            raise to_client_error(error, "session") from error
+            raise model_not_found(self._names, model, "model")
+        opening = checked(self._opening, SessionParams, "session")
         self._state.params = self._state.merged(opening, voice_locked=False)
         self._mapper.speaker = self._speaker()
 

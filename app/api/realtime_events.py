@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import pydantic_core
-from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from app.api.realtime_fields import (
     EventId,
@@ -17,10 +16,11 @@ from app.api.realtime_fields import (
     Modalities,
     Text,
     WireModel,
+    checked,
     invalid,
+    json_object,
     only,
     shorten,
-    to_client_error,
     unsupported,
 )
 from app.api.realtime_session import SessionParams
@@ -265,18 +265,7 @@ def parse_message(message: str | bytes) -> dict[str, Any]:
             f"input_audio_buffer.append may exceed {_BIG_MESSAGE_CHARS}.",
             code="message_too_large",
         )
-    try:
-        data = pydantic_core.from_json(message, allow_inf_nan=False, cache_strings="keys")
-    except ValueError as error:
-        raise ClientError(
-            f"The message is not valid JSON: {error}.", code="invalid_json"
-        ) from error
-    if not isinstance(data, dict):
-        raise ClientError(
-            'The message is not a JSON object: an event looks like {"type": ...}.',
-            code="invalid_json",
-        )
-    return data
+    return json_object(message, "The message")
 
 
 def event_id_of(data: dict[str, Any]) -> str | None:
@@ -303,10 +292,7 @@ def parse_event(data: dict[str, Any]) -> ClientEvent:
         )
     if model is AudioAppend and isinstance(audio := data.get("audio"), str):
         _check_audio_len(audio)
-    try:
-        event = model.model_validate(data)
-    except ValidationError as error:
-        raise to_client_error(error) from error
+    event = checked(data, model)
     if isinstance(event, ItemCreate) and isinstance(event.item, MessageItem):
         _check_parts(event.item, "item")
     if isinstance(event, ResponseCreate) and event.response is not None:

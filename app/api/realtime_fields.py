@@ -1,7 +1,7 @@
-"""Field types shared by the Realtime models, and how a failed validation reads to a client.
+"""Field types of what clients send, and how a failed validation reads to a client.
 
-The models hold no unions: with one type per field the path of an error is the path that the client
-wrote, as in ``session.audio.input.format.rate``.
+The models of the Realtime API hold no unions: with one type per field the path of an error is the
+path that the client wrote, as in ``session.audio.input.format.rate``.
 """
 
 from __future__ import annotations
@@ -102,18 +102,33 @@ def to_client_error(error: ValidationError, prefix: str = "") -> ClientError:
     return _describe(details, _path(details["loc"], prefix))
 
 
+def json_object(
+    text: str | bytes, what: str = "The body", param: str | None = None
+) -> dict[str, Any]:
+    """The JSON object in ``text``; errors call it ``what``. Raises ClientError (invalid_json)."""
+    try:
+        # Of the strings only the keys are kept for the next one: values are what people said.
+        value = from_json(text, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        message = f"{what} is not valid JSON: {error}."
+        raise ClientError(message, code="invalid_json", param=param) from error
+    if not isinstance(value, dict):
+        raise ClientError(f"{what} is not a JSON object.", code="invalid_json", param=param)
+    return value
+
+
 def parse_body(body: bytes, kind: type[WireT]) -> WireT:
     """A request's body, a JSON object. Raises ClientError, naming the parameter."""
-    try:
-        value = from_json(body, allow_inf_nan=False, cache_strings="none")
-    except ValueError as error:
-        raise ClientError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ClientError("The body must be a JSON object.", code="invalid_json")
+    return checked(json_object(body), kind)
+
+
+def checked(value: dict[str, Any], kind: type[WireT], prefix: str = "") -> WireT:
+    """``value``, which the client calls ``prefix``, as a ``kind``. Raises ClientError, naming the
+    parameter."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise to_client_error(error) from error
+        raise to_client_error(error, prefix) from error
 
 
 # Items come in several types; pydantic puts the type's name into the path of an error.

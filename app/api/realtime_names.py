@@ -102,8 +102,11 @@ def check_voice(names: Names, voice: str, param: str) -> None:
         )
 
 
-def model_not_found(model: str, param: str) -> ClientError:
+def model_not_found(names: Names, model: str, param: str) -> ClientError:
     """The error for a model that this server does not have."""
     return ClientError(
-        f"The model '{model}' does not exist on this server.", code="model_not_found", param=param
+        f"The model {model[:100]!r} does not exist on this server. Supported values are: "
+        f"{names.model!r}, {OWN_NAME!r}, and OpenAI's Realtime models, which stand for it.",
+        code="model_not_found",
+        param=param,
     )

@@ -287,7 +287,7 @@ class SessionState:
     def _check_names(self, update: SessionParams) -> None:
         given, heard = update.audio.output, update.audio.input.transcription
         if update.model is not None and not self._names.is_model(update.model):
-            raise model_not_found(update.model, "session.model")
+            raise model_not_found(self._names, update.model, "session.model")
         if "voice" in given.model_fields_set:
             check_voice(self._names, given.voice, "session.audio.output.voice")
         if heard is not None:

@@ -33,7 +33,7 @@ def _schema(value: Any) -> Any:
     if value and value.get("type", "object") != "object":
         raise invalid("expected a JSON schema of type 'object'")
     if len(msgspec.json.encode(value)) > MAX_SCHEMA_BYTES:
-        raise invalid(f"a JSON schema of more than {MAX_SCHEMA_BYTES} bytes")
+        raise invalid(f"expected a JSON schema of at most {MAX_SCHEMA_BYTES} bytes")
     return value
 
 

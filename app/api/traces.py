@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from app.api.http_body import read_body
+from app.api.realtime_fields import WireModel, parse_body
 from app.errors import ClientError
 from app.observe.canary import LANES
 from app.observe.query import TraceFilter, TraceQuery, period_ms
@@ -31,14 +32,12 @@ Id = Annotated[str | None, Query(max_length=100)]
 Time = Annotated[str | None, Query(max_length=40)]
 
 
-class PlayoutReport(BaseModel):
+class PlayoutReport(WireModel):
     """What a client's player has measured of one answer; milliseconds.
 
     ``first_audio_delay_ms`` is from the receipt of the first audible sample to its sound,
     ``gap_ms`` the silence inside the answer in ``num_gaps`` gaps, ``played_ms`` what was heard.
     """
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     first_audio_delay_ms: float | None = Field(default=None, ge=0.0, le=_MAX_MS)
     gap_ms: float | None = Field(default=None, ge=0.0, le=_MAX_MS)
@@ -171,24 +170,12 @@ def traces_router(traces: TraceWriter) -> APIRouter:
 
     @router.post("/{turn_id}/playout")
     async def report_playout(turn_id: str, request: Request) -> dict[str, Any]:
-        report = _playout_report(await read_body(request, _MAX_REPORT_BYTES))
+        report = parse_body(await read_body(request, _MAX_REPORT_BYTES), PlayoutReport)
         if not await asyncio.to_thread(_note, traces, turn_id, report):
             raise _not_found(turn_id)
         return {"object": "trace.playout", "turn_id": turn_id}
 
     return router
-
-
-def _playout_report(body: bytes) -> PlayoutReport:
-    try:
-        return PlayoutReport.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"]))
-        name = f"'{param}'" if param else "the body"
-        raise ClientError(
-            f"Invalid value for {name}: {first['msg']}.", code="invalid_value", param=param or None
-        ) from error
 
 
 def _note(traces: TraceWriter, turn_id: str, report: PlayoutReport) -> bool:

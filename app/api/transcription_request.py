@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, StringConstraints, ValidationError
+from pydantic import BeforeValidator, StringConstraints
 
 from app.api.http_body import BodyTooLargeError
 from app.api.models import UnknownModelError
@@ -14,9 +14,9 @@ from app.api.realtime_fields import (
     ShortText,
     Text,
     WireModel,
+    checked,
     invalid,
     only,
-    to_client_error,
     unsupported,
 )
 from app.api.realtime_names import Names
@@ -98,10 +98,7 @@ def parse_transcription(
         raise ClientError("Invalid 'file': it is empty.", code="invalid_file", param="file")
     if len(content) > max_file_bytes:
         raise BodyTooLargeError(f"The file may have at most {max_file_bytes} bytes.", param="file")
-    try:
-        form = TranscriptionForm.model_validate(values)
-    except ValidationError as error:
-        raise to_client_error(error) from error
+    form = checked(values, TranscriptionForm)
     _check_names(form, names)
     granularities = set(form.timestamp_granularities)
     is_verbose = form.response_format == "verbose_json"

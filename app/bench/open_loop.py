@@ -18,6 +18,9 @@ from app.bench.replay_trace import Arrival, at_rate
 from app.clock import Clock
 from app.errors import ParleyError
 
+# Of one search: more would double a rate, or halve it, beyond all that a machine serves.
+_MAX_STEPS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:
@@ -166,7 +169,6 @@ async def find_saturation(
     start_per_s: float,
     goal_share: float,
     num_halvings: int,
-    max_steps: int = 8,
     fits: Callable[[float], bool] = lambda rate_per_s: True,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> tuple[Saturation, list[Step]]:
@@ -181,7 +183,7 @@ async def find_saturation(
     missed: float | None = None
     rate = start_per_s
     halvings = 0
-    while len(steps) < max_steps and halvings <= num_halvings and (not steps or fits(rate)):
+    while len(steps) < _MAX_STEPS and halvings <= num_halvings and (not steps or fits(rate)):
         done = await step(rate)
         steps.append(done)
         on_step(done)

@@ -40,9 +40,17 @@ class LlamaCppEngine:
             stderr=asyncio.subprocess.DEVNULL,
         )
         assert process.stdout is not None, "asked for a pipe"
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            line = await process.stdout.readline()
-        answer: dict[str, str] = json.loads(line) if line else {"error": "it ended at once"}
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                line = await process.stdout.readline()
+            answer: dict[str, str] = json.loads(line) if line else {"error": "it ended at once"}
+        except BaseException as error:
+            process.kill()
+            await process.wait()
+            if isinstance(error, TimeoutError):
+                why = f"it was not ready after {_START_TIMEOUT_S:g} s"
+                raise ParleyError(f"llama.cpp cannot be started: {why}") from error
+            raise
         if "error" in answer:
             await process.wait()
             raise ParleyError(f"llama.cpp cannot be started: {answer['error']}")

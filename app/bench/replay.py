@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -237,10 +237,8 @@ async def run_voice(
     voice = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model))
     vad = VadModel()
     script = [speak_line(line, voice, vad) for line in SCRIPT if line.kind is Kind.PLAIN]
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(
-            own_server(home=settings.home, settings={"PARLEY_MAX_SESSIONS": str(_MAX_CALLS)})
-        )
+    changes = {"PARLEY_MAX_SESSIONS": str(_MAX_CALLS)}
+    async with own_server(home=settings.home, settings=changes) as server:
         serve = _voice_serve(server.url, script)
         alone_s = max(said.audio.duration_s for said in script)
         subject = {"name": settings.llm_model, "threads": settings.llm_threads}

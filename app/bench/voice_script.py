@@ -12,7 +12,7 @@ from app.recording import RATE, VoicedFrames
 from app.talk_client import CallerAudio
 from audio.codecs import to_pcm16
 from audio.frame import Samples, silence
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 
@@ -108,8 +108,7 @@ def speak_line(line: Line, voice: Synthesizer, vad: VadModel) -> Utterance:
 
 def speech_at(spoken: Samples, voice: Synthesizer, rate: int) -> Samples:
     """What ``voice`` said, float32 [n], at ``rate``."""
-    resampler = StreamResampler(voice.sample_rate, rate)
-    return np.concatenate((resampler.process(spoken), resampler.flush()))
+    return resample(spoken, voice.sample_rate, rate)
 
 
 def _spoken(text: str, voice: Synthesizer) -> Samples:

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-from app.config import Settings
+from app.config import Policy, Settings
 from app.conversation.session_config import SessionConfig
-from app.observe.trace import STAGES, BudgetAction, TurnTrace, attribute_us
+from app.observe.trace import STAGE_NAMES, STAGES, BudgetAction, TurnTrace, attribute_us
 from audio.text import DEFAULT_LIMITS, ClauseChunker, ClauseLimits
 from llm_core import Downgrade
-
-Policy = Literal[
-    "short_first_clause", "filler", "smaller_model", "shorter_answer", "partial_context"
-]
 
 # Of the policies, those that are the engine's to follow.
 DOWNGRADES: tuple[Downgrade, ...] = ("partial_context", "shorter_answer")
 
-STAGE_NAMES = tuple(stage for stage, _ in STAGES)
 _BRIDGE_AHEAD_MS = 50.0
 # Two or three words: enough to be said by themselves, and their sound covers the next clause.
 _SHORT_LIMITS = (

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from app.conversation.recognition import Recognition, Urgency
-from audio.asr_split import WINDOW_SAMPLES, Piece
+from audio.asr_split import Piece
 from audio.asr_words import WordTime
 from audio.frame import SPEECH_RATE, Samples
-from audio.vad import VadModel
+from audio.vad import WINDOW_SAMPLES, VadModel
 
 # With tiny.en word errors are as many as without cuts, or fewer (docs/decisions.md); longer pieces
 # take steps for which a caller would have to wait longer.

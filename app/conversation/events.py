@@ -1,6 +1,6 @@
 """What a session tells the outside: domain events, one step away from any wire protocol.
 
-``app.api.realtime`` turns each of them into the Realtime events of protocols.md section 1.
+``app.api.realtime`` turns each of them into events of the Realtime API (docs/realtime.md).
 Times are milliseconds since the start of the session's input audio (``audio_*_ms``).
 """
 

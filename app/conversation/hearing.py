@@ -325,13 +325,14 @@ class Hearing:
 
     def _next_item(self) -> None:
         self.item_id = new_id("item")
-        self._told = ""
-        self._num_read_words = 0
-        self._is_told_apart = False
         self._rejoined = None
+        self._forget_told()
 
     def _begin_words(self) -> None:
         self._transcriber.begin_turn()
+        self._forget_told()
+
+    def _forget_told(self) -> None:
         self._told = ""
         self._num_read_words = 0
         self._is_told_apart = False

@@ -17,6 +17,7 @@ class Load:
         self._max_generating = max_generating
         self.num_generating = 0
         self.num_skipped = 0
+        """How often there was no time for an answer in hope, since the start."""
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -84,6 +84,7 @@ class Recognition:
         self._running: Job[Any] | None = None
         self._serial = 0
         self.num_refused = 0
+        """Jobs that gave way to others in a full queue, since the start."""
         self._num_following = 0
         self._retry: asyncio.TimerHandle | None = None
 

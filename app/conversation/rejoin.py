@@ -11,8 +11,8 @@ def withdrawable(history: History, heard: HeardTurn | None, answer: Turn | None)
     """Ids of the items that vanish if ``heard``, the turn that ended last, goes on after all: it
     and what ``answer`` has said to it.
 
-    None if it cannot: a word that was heard was said, what a called tool has done cannot be undone,
-    and what the client has put into the conversation since stands where it stands.
+    None of them if it cannot: a word that was heard was said, what a called tool has done cannot be
+    undone, and what the client has put into the conversation since stands where it stands.
     """
     if heard is None:
         return []

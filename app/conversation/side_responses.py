@@ -6,19 +6,15 @@ conversation's own. The caller's voice does not interrupt them.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-
-from app.clock import Clock, MonotonicClock
+from app.clock import MonotonicClock
 from app.conversation.events import ResponseDone, Sink
 from app.conversation.history import History
 from app.conversation.requests import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
+from app.conversation.tasks import Tasks
 from app.conversation.turn import Turn
 from app.errors import ClientError
-
-log = logging.getLogger(__name__)
 
 MAX_RUNNING = 4
 
@@ -26,14 +22,13 @@ MAX_RUNNING = 4
 class SideResponses:
     """Those of one session."""
 
-    def __init__(
-        self, services: Services, sink: Sink, session_id: str, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, services: Services, sink: Sink, session_id: str) -> None:
         self._services = services.for_conversation(session_id)
         self._sink = sink
         self._session_id = session_id
-        self._clock = clock or MonotonicClock()
-        self._running: dict[str, tuple[Turn, asyncio.Task[None]]] = {}
+        self._clock = MonotonicClock()
+        self._running: dict[str, Turn] = {}  # by the ids of their responses
+        self._tasks = Tasks(session_id)  # those whose end is being told among them
 
     def __len__(self) -> int:
         return len(self._running)
@@ -53,34 +48,30 @@ class SideResponses:
         )
         asked.trace.begin_typed(self._clock.now_ns())
         turn = Turn(self._services, self._clock, self._sink, History(), asked, prefilled=None)
-        task = asyncio.create_task(self._run(turn), name="side response")
-        self._running[turn.response.id] = (turn, task)
-        task.add_done_callback(self._note_failure)
+        self._running[turn.response.id] = turn
+        self._tasks.start(self._run(turn))
 
     def cancel(self, response_id: str) -> bool:
         """Stop the one with this id; False if there is none."""
-        turn, _ = self._running.get(response_id, (None, None))
+        turn = self._running.get(response_id)
         if turn is not None:
             turn.stop("client_cancelled")
         return turn is not None
 
     async def close(self) -> None:
         """Stop all; returns when nothing is left."""
-        running = list(self._running.values())
-        for _, task in running:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
-        for turn, _ in running:  # a task may have been cancelled before its first step
+        await self._tasks.close()
+        for turn in self._running.values():  # their tasks were cancelled before the first step
             await turn.discard()
+            if turn.trace.end_if_open(self._clock.now_ns()):
+                self._services.traces.add(turn.trace.to_dict())
 
     async def _run(self, turn: Turn) -> None:
         try:
             await turn.run()
         finally:
+            # Before the client hears of the end, so that it may ask for another one at once. The
+            # record is kept also of one that the end of the session cuts short.
             del self._running[turn.response.id]
+            self._services.traces.add(turn.trace.to_dict())
         await self._sink(ResponseDone(turn.response))
-        self._services.traces.add(turn.trace.to_dict())
-
-    def _note_failure(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("an out-of-band response failed", exc_info=error)

@@ -111,11 +111,6 @@ class TurnRecord:
 
     # --- the end ---
 
-    @property
-    def is_complete(self) -> bool:
-        """``complete`` was called."""
-        return bool(self._trace.outcome)
-
     def complete(self, output: Output, loop_lag: LoopLag) -> None:
         """The response has ended, or the call has ended in the middle of it."""
         trace = self._trace

@@ -1,1 +1,1 @@
-"""What operators look at: traces of turns."""
+"""What operators look at: traces of turns, and the metrics and spans that are made of them."""

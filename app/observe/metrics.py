@@ -25,9 +25,8 @@ from prometheus_client.registry import Collector
 
 from app.observe.canary import LANES, VERDICTS, lane_of, verdict_of
 from app.observe.store import Turn
-from app.observe.trace import OUTCOMES, STAGES
+from app.observe.trace import OUTCOMES, STAGE_NAMES
 
-STAGE_NAMES = tuple(stage for stage, _ in STAGES)
 # Errors that have a label of their own; what else may come, or a newer engine may say, is "other".
 ERROR_CODES = frozenset(
     {

@@ -17,9 +17,8 @@ import msgspec
 
 from app.errors import ClientError
 from app.observe.store import TraceStore, Turn
-from app.observe.trace import STAGES
+from app.observe.trace import STAGE_NAMES
 
-STAGE_NAMES = tuple(stage for stage, _ in STAGES)
 PERCENTILES = (50, 95, 99)
 # Statistics are made of the newest turns up to here; the answer says when there were more.
 MAX_COUNTED = 200_000

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from app.observe.trace import STAGES
+from app.observe.trace import STAGE_NAMES
 
 # Each step takes a database of the version that is its index to the next one. They are frozen: a
 # step that has been released is never changed, for databases in the field have been through it.
@@ -31,7 +31,7 @@ CREATE INDEX turns_by_end ON turns (ended_at_ms);
 """
 
 # What each stage took, for percentiles over thousands of turns; and whether any budget was missed.
-_STAGE_COLUMNS = tuple(f"{stage}_ms" for stage, _ in STAGES)
+_STAGE_COLUMNS = tuple(f"{stage}_ms" for stage in STAGE_NAMES)
 _FIELDS = ("turn_id", "session_id", "ended_at_ms", "outcome", "voice_to_voice_ms")
 COLUMNS = (*_FIELDS, *_STAGE_COLUMNS, "over_budget", "engine", "record")
 INSERT = (
@@ -72,7 +72,7 @@ class NewerSchemaError(Exception):
 def row_of(turn: Mapping[str, Any]) -> tuple[Any, ...]:
     """The columns of a turn record (``TurnTrace.to_dict``), in the order of ``COLUMNS``."""
     fields = [turn[name] for name in _FIELDS]
-    stages = [turn["stages_ms"].get(stage) for stage, _ in STAGES]
+    stages = [turn["stages_ms"].get(stage) for stage in STAGE_NAMES]
     over_budget = int(bool((turn.get("budget") or {}).get("misses_ms")))
     engine = turn["facts"].get("engine")
     return (*fields, *stages, over_budget, engine, msgspec.json.encode(turn))

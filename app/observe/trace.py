@@ -30,7 +30,7 @@ TurnOutcome = Literal[
 ]
 OUTCOMES: tuple[TurnOutcome, ...] = get_args(TurnOutcome)
 
-# In the order in which a turn passes them (architecture.md, Clocks).
+# In the order in which a turn passes them (each stage of ``STAGES`` ends at one of them).
 PATH_INSTANTS = (
     "speech_end",
     "endpoint",
@@ -81,6 +81,7 @@ FACTS = {
     "tts_first_ms": "of it, until the first sound",
     "tts_clauses": "clauses spoken",
     "reply_audio_s": "audio sent",
+    "holds": "how often it was silent until it was known whether the caller interrupts",
     "playout_gap_ms": "silence inside the reply because audio came too late",
     "rejoined": "how often the turn was taken for over before it was",
     "wasted_transcripts": "early transcripts that were for nothing since the last turn",
@@ -88,6 +89,8 @@ FACTS = {
     "wasted_tokens": "tokens of those",
     "loop_lag_p99_ms": "lateness of the event loop during the turn",
     "loop_lag_max_ms": "its maximum",
+    "transcript_chars": "length of the caller's words, where those themselves are not kept",
+    "reply_chars": "the same of the answer's",
 }
 
 # Each stage ends at the instant beside it. `queue` is all the waiting between the words and the
@@ -101,6 +104,7 @@ STAGES = (
     ("tts", "tts_first_audio"),
     ("send", "first_audio_sent"),
 )
+STAGE_NAMES = tuple(stage for stage, _ in STAGES)
 
 
 def attribute_us(instants_us: dict[str, int]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import StreamResampler
+from audio.resample import resample
 
 _NAME = re.compile(r"turn_[0-9a-zA-Z]{1,64}")
 _NS = 1_000_000_000
@@ -47,8 +47,7 @@ class TurnAudio:
 
     def to_wav(self) -> bytes:
         """Stereo PCM16 at ``rate``."""
-        resampler = StreamResampler(SPEECH_RATE, self.rate)
-        left = np.concatenate((resampler.process(self.caller), resampler.flush()))
+        left = resample(self.caller, SPEECH_RATE, self.rate)
         origin = self.speech_end_sample * self.rate // SPEECH_RATE
 
         def position(at_ns: int) -> int:

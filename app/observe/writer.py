@@ -53,7 +53,6 @@ class TraceWriter:
     ) -> None:
         self.store = store
         self.num_dropped = 0
-        self.num_written = 0
         self.recordings = recordings
         self._keeps_words = store_transcripts
         self._sinks = tuple(sinks)
@@ -136,8 +135,6 @@ class TraceWriter:
             self.store.write(kept)
         except (sqlite3.Error, TypeError, ValueError, KeyError) as error:  # the disk; or no record
             self._lose(len(batch), str(error))
-        else:
-            self.num_written += len(batch)
         for sink in self._sinks:
             for turn in kept:
                 self._show(sink, turn)

@@ -17,6 +17,7 @@ weights is already on the way.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -346,7 +347,7 @@ class _Product:
     weight: GpuWeight
     bias: torch.Tensor | None
     out_dtype: torch.dtype
-    gate: GateName | str
+    gate: GateName | Literal["none"]
 
     def run(self, out: torch.Tensor | None) -> torch.Tensor:
         """Writes ``out`` [T, N], or makes what is asked for without it: [T, N / 2] of a gated

@@ -101,13 +101,15 @@ class Tuner:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Unknown keys are measured until this is left; then the file is written."""
+        """Unknown keys are measured until this is left; then the file is written. What cannot be
+        written is said in the log and measured again next time."""
         self._is_measuring = True
         try:
             yield
         finally:
             self._is_measuring = False
-            self._write()
+            if self._path is not None:
+                self._write(self._path)
 
     @property
     def chosen(self) -> dict[str, dict[str, int]]:
@@ -134,17 +136,15 @@ class Tuner:
         # Where none fits, ``launch`` looks for a smaller one.
         return candidates[min(times)[1]] if times else candidates[0]
 
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+    def _write(self, path: Path) -> None:
         # Read again: another process may have added to it meanwhile.
-        contents = _read(self._path)
+        contents = _read(path)
         contents[self._device] = {**contents.get(self._device, {}), **self._configs}
-        handle, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(contents, file, indent=1, sort_keys=True)
-        Path(temporary).replace(self._path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path, json.dumps(contents, indent=1, sort_keys=True))
+        except OSError as error:
+            logger.warning("the tuning file %s cannot be written: %s", path, error)
 
 
 def _is_capturing() -> bool:
@@ -182,6 +182,18 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
         logger.warning("the tuning file %s is not of our form and is not used", path)
         return {}
     return dict(contents)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Written aside and renamed: readers take no lock."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def device_time_ms(run: Callable[[], None]) -> float:

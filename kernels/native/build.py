@@ -64,7 +64,12 @@ def _compiler() -> list[str]:
     """The command of a C compiler, from CC or by its usual names."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     for name in names:
-        words = shlex.split(name)
+        try:
+            words = shlex.split(name)
+        except ValueError as error:
+            raise NativeUnavailableError(
+                f"CC is {name!r}, which is no command line: {error}", _NEEDS_COMPILER
+            ) from error
         if words and shutil.which(words[0]):
             return words
     raise NativeUnavailableError(
@@ -117,7 +122,12 @@ def _compile(command: list[str], sources: list[Path], target: Path) -> None:
 def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_COMPILE_LIMIT_S
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",  # of what a compiler says only the beginning is shown
+            check=False,
+            timeout=_COMPILE_LIMIT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = f"{command[0]} does not run: {error}"

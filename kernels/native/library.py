@@ -18,6 +18,7 @@ TILE = 8  # outputs that lie side by side
 # lasts, far shorter than the slice of time that another process may take.
 SPIN_US = 60
 
+MAX_THREADS = 256  # of a pool
 MAX_TREE_ROWS = 256  # rows of one tree segment
 MAX_SIBLINGS = 4  # of a draft of a chain
 MAXIMUM_LEN = 64  # logits of which the largest is noted
@@ -235,7 +236,9 @@ class ThreadPool:
         self._library = library
         self.handle = library.functions.pn_pool_create(num_threads, spin_us)
         if not self.handle:
-            raise NativeUnavailableError(f"cannot start {num_threads} threads")
+            raise NativeUnavailableError(
+                f"cannot start {num_threads} threads: expected 1 to {MAX_THREADS}, and memory"
+            )
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

@@ -15,7 +15,7 @@
 #include <pthread.h>
 #include <time.h>
 
-enum { MAX_THREADS = 64, TASK_BITS = 20 };
+enum { MAX_THREADS = 256, TASK_BITS = 20 };
 #define TASK_MASK ((1u << TASK_BITS) - 1)
 #define STEP_OF(word) ((word) >> (2 * TASK_BITS))
 #define STEP_MASK ((1u << 24) - 1)

@@ -7,7 +7,7 @@ counted. So the figure depends on the window's length: compare only what was rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,16 +55,20 @@ def likelihood(
     ``on_window(done, total)`` is called after each.
     """
     num_windows, length = windows.shape
-    blocks = tuple(range(-(-length // runner.block_size)))
     nll = 0.0
     for index, ids in enumerate(windows):
-        for start in range(0, length - 1, _CHUNK_LEN):
-            end = min(start + _CHUNK_LEN, length - 1)
-            rows = torch.arange(end - start)
-            segment = Segment(blocks, start, end - start)
-            logits = runner.forward(ForwardBatch(ids[start:end], (segment,), rows)).logits
-            nll += torch.nn.functional.cross_entropy(
-                logits, ids[start + 1 : end + 1], reduction="sum"
-            ).item()
+        nll += sum(float(part.sum()) for part in surprisals(runner, ids))
         on_window(index + 1, num_windows)
     return Likelihood(nll, num_windows * (length - 1))
+
+
+def surprisals(runner: ModelRunner, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """-ln p of each token of int64 ids [T] after all before it: float32 [T - 1] in parts, for the
+    first is given. T is at most ``runner.max_context``."""
+    blocks = tuple(range(-(-len(ids) // runner.block_size)))
+    for start in range(0, len(ids) - 1, _CHUNK_LEN):
+        end = min(start + _CHUNK_LEN, len(ids) - 1)
+        segment = Segment(blocks, start, end - start)
+        batch = ForwardBatch(ids[start:end], (segment,), torch.arange(end - start))
+        logits = runner.forward(batch).logits
+        yield torch.nn.functional.cross_entropy(logits, ids[start + 1 : end + 1], reduction="none")

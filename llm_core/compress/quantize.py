@@ -19,8 +19,8 @@ from llm_core.compress.texts import exact_runner, held_out, text_windows
 from llm_core.config import ModelConfig
 from llm_core.errors import InvalidRequestError
 from llm_core.job_options import Progress, QuantizeOptions, QuantizeReport
-from llm_core.loading.model_weights import ModelWeights, open_weights
-from llm_core.loading.weights import layer_shapes
+from llm_core.loading.model_weights import open_weights
+from llm_core.loading.weights import ModelWeights, layer_shapes
 from llm_core.model_files import OpenModel, open_model
 from llm_core.quant.codes import Bits
 from llm_core.quant.formats import Weight

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from llm_core.batch import ForwardBatch, Segment
+from llm_core.compress.perplexity import surprisals
 from llm_core.errors import InvalidRequestError
 from llm_core.job_options import Progress, ShortenOptions, ShortenReport
 from llm_core.messages import EngineConfig
@@ -26,7 +26,6 @@ from llm_core.model_files import open_model
 from llm_core.runner import ModelRunner
 from llm_core.tokenizer import Tokenizer
 
-_CHUNK_LEN = 128  # rows whose logits are held at once
 # A sentence ends at its mark before a space, or with its line.
 _BOUNDARY = re.compile(r"(?<=[.!?;])(?=\s)|(?<=[.!?]['\")\]])(?=\s)|(?=\n)")
 _MAX_SENTENCE_TOKENS = 256
@@ -122,8 +121,8 @@ def scored_by_surprisal(
         ids = [token for s in piece for token in s.token_ids]
         # Nothing predicts the first token: it counts as one of all.
         bits = [math.log2(runner.config.vocab_size)]
-        for chunk in _surprisal_chunks(runner, ids):
-            bits += chunk
+        for part in _bits_in_parts(runner, ids):
+            bits += part
             on_tokens(read + len(bits), total)
         read += len(ids)
         at = 0
@@ -169,20 +168,12 @@ def _question_bits(runner: ModelRunner, before: list[int], question_ids: list[in
 
 def surprisal_bits(runner: ModelRunner, ids: list[int]) -> list[float]:
     """-log2 p of each of ``ids`` but the first; at most the context's number of them."""
-    return [bits for chunk in _surprisal_chunks(runner, ids) for bits in chunk]
+    return [bits for part in _bits_in_parts(runner, ids) for bits in part]
 
 
-def _surprisal_chunks(runner: ModelRunner, ids: list[int]) -> Iterator[list[float]]:
-    blocks = tuple(range(-(-len(ids) // runner.block_size)))
-    tokens = torch.tensor(ids, dtype=torch.int64)
-    for start in range(0, len(ids) - 1, _CHUNK_LEN):
-        end = min(start + _CHUNK_LEN, len(ids) - 1)
-        batch = ForwardBatch(
-            tokens[start:end], (Segment(blocks, start, end - start),), torch.arange(end - start)
-        )
-        nats = torch.nn.functional.cross_entropy(
-            runner.forward(batch).logits, tokens[start + 1 : end + 1], reduction="none"
-        )
+def _bits_in_parts(runner: ModelRunner, ids: list[int]) -> Iterator[list[float]]:
+    """The surprisal of all of ``ids`` but the first."""
+    for nats in surprisals(runner, torch.tensor(ids, dtype=torch.int64)):
         yield (nats / math.log(2)).tolist()
 
 

@@ -10,7 +10,7 @@ from llm_core.compress.perplexity import windows_of
 from llm_core.compress.self_text import NUM_STREAMS, write_conversations
 from llm_core.errors import InvalidRequestError
 from llm_core.job_options import DistillOptions, QuantizeOptions
-from llm_core.loading.model_weights import ModelWeights
+from llm_core.loading.weights import ModelWeights
 from llm_core.messages import EngineConfig
 from llm_core.model_files import OpenModel
 from llm_core.runner import ModelRunner

@@ -45,8 +45,8 @@ class Fields:
             raise self._wrong(key, value, f"an integer in 1 to {limit}")
         return value
 
-    def optional_integer(self, key: str, limit: int = MAX_DIMENSION) -> int | None:
-        return self.integer(key, limit=limit) if key in self else None
+    def optional_integer(self, key: str) -> int | None:
+        return self.integer(key) if key in self else None
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)

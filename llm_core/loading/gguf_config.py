@@ -18,7 +18,6 @@ from llm_core.config import (
     RopeScaling,
     YarnRope,
 )
-from llm_core.errors import ModelLoadError
 from llm_core.loading.fields import MAX_LAYERS, Fields
 from llm_core.loading.gguf import GgufFile
 from llm_core.quant.formats import to_float
@@ -103,8 +102,6 @@ class _ArchitectureReader:
                 **self._gemma(hidden_size, num_heads, num_layers),
             )
         except ValueError as error:
-            if isinstance(error, ModelLoadError):
-                raise
             raise fields.error(str(error)) from error
 
     def _key(self, name: str) -> str:

@@ -18,10 +18,14 @@ from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
 from llm_core.loading.gguf import GgufFile
 from llm_core.loading.gguf_config import read_config
-from llm_core.loading.weights import TURNING, interleaved, weight_shapes
+from llm_core.loading.weights import (
+    TURNING,
+    ModelWeights,
+    interleaved,
+    model_name,
+    weight_shapes,
+)
 from llm_core.quant.formats import Weight, take_rows
-
-__all__ = ["GgufModel", "open_gguf_model", "read_config"]
 
 _GLOBAL_NAMES = {
     "embedding": "token_embd.weight",
@@ -49,23 +53,15 @@ _LAYER_NAMES = {
 _ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
-@dataclass(frozen=True, slots=True)
-class GgufModel:
-    """``weights`` reads each tensor from the file when it is asked for."""
-
-    config: ModelConfig
-    weights: Mapping[str, Weight]
-
-
 @contextmanager
-def open_gguf_model(path: str | Path) -> Iterator[GgufModel]:
+def open_gguf_model(path: Path) -> Iterator[ModelWeights]:
     """The model in the file at ``path``, all tensors checked. Raises ModelLoadError.
 
     The weights must be read inside the context.
     """
     with GgufFile(path) as file:
         config = read_config(file)
-        yield GgufModel(config, _GgufWeights(file, config))
+        yield ModelWeights(model_name(path), config, _GgufWeights(file, config))
 
 
 @dataclass(frozen=True, slots=True)

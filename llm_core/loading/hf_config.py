@@ -11,7 +11,6 @@ import math
 from typing import cast, get_args
 
 from llm_core.config import Activation, Family, ModelConfig
-from llm_core.errors import ModelLoadError
 from llm_core.loading.fields import MAX_LAYERS, Fields
 from llm_core.loading.hf_rope import read_rope
 
@@ -89,8 +88,6 @@ class _FamilyReader:
                 **read_rope(fields, self._family, head_dim, context_len),
             )
         except ValueError as error:
-            if isinstance(error, ModelLoadError):
-                raise
             raise fields.error(str(error)) from error
 
     def _refuse_what_is_lacking(self) -> None:

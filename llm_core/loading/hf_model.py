@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +19,13 @@ from llm_core.loading.checkpoint import Checkpoint, read_json
 from llm_core.loading.fields import Fields
 from llm_core.loading.hf_config import read_hf_config
 from llm_core.loading.hf_quant import IGNORED_PARTS, MatrixReader, QuantSettings, Reader
-from llm_core.loading.weights import TURNING, interleaved, weight_shapes
+from llm_core.loading.weights import (
+    TURNING,
+    ModelWeights,
+    interleaved,
+    model_name,
+    weight_shapes,
+)
 from llm_core.quant.formats import Weight, take_rows
 
 LAYER_NAMES = {
@@ -49,16 +54,8 @@ _NOT_LANGUAGE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HfModel:
-    """``weights`` reads each tensor from its file when it is asked for."""
-
-    config: ModelConfig
-    weights: Mapping[str, Weight]
-
-
 @contextmanager
-def open_hf_model(directory: Path) -> Iterator[HfModel]:
+def open_hf_model(directory: Path) -> Iterator[ModelWeights]:
     """The model in ``directory``, all tensors checked. Raises ModelLoadError.
 
     The weights must be read inside the context.
@@ -73,7 +70,8 @@ def open_hf_model(directory: Path) -> Iterator[HfModel]:
     config = read_hf_config(fields)
     with Checkpoint(directory) as checkpoint:
         settings = QuantSettings(fields, directory)
-        yield HfModel(config, _HfWeights(config, checkpoint, settings))
+        weights = _HfWeights(config, checkpoint, settings)
+        yield ModelWeights(model_name(directory), config, weights)
 
 
 class _HfWeights(Mapping[str, Weight]):

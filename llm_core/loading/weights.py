@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
 from llm_core.config import ModelConfig
+from llm_core.quant.formats import Weight
 
 # What rotation turns, or what is added to it or multiplied with it before.
 TURNING = frozenset(("query", "key", "query_bias", "key_bias", "query_norm", "key_norm"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """An open model. ``weights`` reads each tensor from its file when it is asked for."""
+
+    name: str
+    config: ModelConfig
+    weights: Mapping[str, Weight]
+
+
+def model_name(path: Path) -> str:
+    """What to call the model: its file's or directory's name; in the hub's cache, where directories
+    are named by commit, the repository's."""
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name if path.is_dir() else path.stem
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -35,13 +35,18 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
+    return follow(config, arguments.folder, arguments.rank)
+
+
+def follow(config: EngineConfig, folder: Path, rank: int) -> int:
+    """The process's exit status; why it is not 0 is in the log."""
     try:
-        ModelRunner.follow(config, arguments.folder, arguments.rank)
+        ModelRunner.follow(config, folder, rank)
     except ModelLoadError as error:
-        logger.error("rank %d cannot load its share of the model: %s", arguments.rank, error)
+        logger.error("rank %d cannot load its share of the model: %s", rank, error)
         return 1
-    except RuntimeError as error:  # of torch.distributed, when another rank is gone
-        logger.info("rank %d ends: %s", arguments.rank, error)
+    except RuntimeError:  # torch.distributed's when another rank is gone, and the GPU's own
+        logger.exception("rank %d ends", rank)
         return 1
     return 0
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import torch
 
 from kernels.gpu import is_interpreted
+from llm_core.child_process import importable, module_command
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig
 from llm_core.parallel.group import RankGroup
@@ -53,7 +54,9 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, num_ranks):
-                self._processes.append(_start(config, rank, self._folder.name))
+                process = _start(config, rank, self._folder.name)
+                self._processes.append(process)
+                _send(process, config)
         except OSError as error:
             self.close()
             raise ModelLoadError(f"a rank's process cannot be started: {error}") from error
@@ -85,7 +88,8 @@ class Followers:
         self._is_closing = True
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it has ended before it read its configuration
+                process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(_EXIT_TIMEOUT_S)
@@ -103,18 +107,17 @@ class Followers:
 
 
 def _start(config: EngineConfig, rank: int, folder: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "llm_core.parallel.follower", "--rank", str(rank)]
-    environment = dict(os.environ)
-    ours = str(Path(__file__).resolve().parent.parent.parent)
-    others = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ours}{os.pathsep}{others}" if others else ours
-    process = subprocess.Popen(
-        [*command, "--folder", folder, *log_arguments(logger)],
+    place = ("--rank", str(rank), "--folder", folder)
+    log = log_arguments(logger, config.log_format)
+    return subprocess.Popen(
+        module_command("llm_core.parallel.follower", *place, *log),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        env=environment,
+        env=importable(os.environ),
     )
+
+
+def _send(process: subprocess.Popen[bytes], config: EngineConfig) -> None:
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(config) + b"\n")
     process.stdin.flush()
-    return process

@@ -70,20 +70,12 @@ class BlockTensor:
 
     @property
     def is_int4(self) -> bool:
-        """Whether codes are 4 bits, so that ``int4`` exists."""
+        """Whether codes are 4 bits, 0..15; else they are as wide as 8."""
         return self.kind in _NIBBLE_KINDS
 
     def rows(self, indices: torch.Tensor) -> BlockTensor:
         """The rows ``indices`` (int64 [R])."""
         return BlockTensor(self.kind, self.blocks.index_select(0, indices))
-
-    def scale(self) -> torch.Tensor:
-        """float32, one for each group: [N, K / 32], for Q6_K [N, K / 16]."""
-        return self.parts().scale
-
-    def codes(self) -> torch.Tensor:
-        """[N, K]: uint8 in 0..15 for the 4-bit kinds, otherwise as in ``parts``."""
-        return self.parts().codes
 
     def scales_are_finite(self) -> bool:
         """False when a stored scale is NaN or infinite, and with it every value of its block."""
@@ -103,19 +95,6 @@ class BlockTensor:
         if parts.zero is not None:
             values.add_(parts.zero.unsqueeze(-1))
         return values.flatten(1)
-
-    def int4(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes int32 [N, K] and scale_zero float32 [K / 32, N, 2], for a 4-bit kind.
-
-        torch's form is (code - 8) * scale + zero, so Q4_0 has zero = 0 and Q4_1 zero = m + 8 d.
-        """
-        if not self.is_int4:
-            raise ValueError(f"{self.kind} has no 4-bit form")
-        parts = self.parts()
-        assert parts.zero is not None, "4-bit codes are unsigned, so they have a zero"
-        # For Q4_0 the sum is exactly zero, for scales that are finite.
-        zero = parts.zero + 8 * parts.scale
-        return parts.codes.int(), torch.stack((parts.scale.T, zero.T), -1)
 
     def parts(self) -> BlockParts:
         """Codes, scales and zeros, each exactly as the format defines them."""

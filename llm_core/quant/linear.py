@@ -29,11 +29,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 
 from kernels.cpu_matmul import (
+    FLOAT16_MAX,
     BFloat16Matmul,
     DynamicInt8Matmul,
     Float8Matmul,
@@ -77,10 +78,11 @@ def choose_formats(requested: str) -> FormatChoice:
             return FormatChoice("int4", "int4")
         best: WeightFormat = "float16" if has_float16_gemm() else "float32"
         return FormatChoice(best, best)
-    for name in WeightFormat.__args__:  # type: ignore[attr-defined]
-        if requested == name:
-            return FormatChoice(name, name)
-    raise ValueError(f"unknown weight format {requested!r}")
+    known = get_args(WeightFormat)
+    if requested not in known:
+        raise ValueError(f"weight format {requested!r} is not known, only auto, {', '.join(known)}")
+    name = cast(WeightFormat, requested)
+    return FormatChoice(name, name)
 
 
 class Linear:
@@ -126,7 +128,7 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
 
 def _many_rows_matmul(values: torch.Tensor) -> Matmul:
     """float16 weights where they can be represented and multiplied, else float32."""
-    if has_float16_gemm() and bool(values.abs().max() <= 65504.0):
+    if has_float16_gemm() and bool(values.abs().max() <= FLOAT16_MAX):
         return Float16Matmul(values)
     return Float32Matmul(values)
 

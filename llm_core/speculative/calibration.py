@@ -8,8 +8,7 @@ the least would be that of a luckier moment for one kind than for another.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from time import perf_counter_ns
 
 import torch
 
@@ -27,31 +26,27 @@ _PROMPT_LEN = 24
 _NO_DRAFT_NS = 1_000.0  # of a drafter that proposes nothing to what is drafted for here
 
 
-def measure_row_costs(
-    runner: ModelRunner, clock: Callable[[], int] = time.perf_counter_ns
-) -> dict[int, float]:
+def measure_row_costs(runner: ModelRunner) -> dict[int, float]:
     """Nanoseconds by number of rows, all with logits. Nothing may be in the KV cache yet."""
     sizes = [rows for rows in _ROWS if rows <= runner.max_context]
     times: dict[int, list[int]] = {rows: [] for rows in sizes}
-    start_ns = clock()
+    start_ns = perf_counter_ns()
     for number in range(_MOST_ROUNDS + 1):  # the first makes buffers
-        if number > _LEAST_ROUNDS and clock() - start_ns > _BUDGET_NS:
+        if number > _LEAST_ROUNDS and perf_counter_ns() - start_ns > _BUDGET_NS:
             break
         # The few that decide most are measured in every round, the others while there is time.
         for num_rows in sizes:
             if number > _LEAST_ROUNDS and num_rows > 4:
                 continue
             batch = _rows_batch(runner, num_rows)
-            before_ns = clock()
+            before_ns = perf_counter_ns()
             runner.forward(batch)
             if number > 0:
-                times[num_rows].append(clock() - before_ns)
+                times[num_rows].append(perf_counter_ns() - before_ns)
     return {rows: float(statistics.median(found)) for rows, found in times.items()}
 
 
-def measure_draft_costs(
-    drafter: Drafter, runner: ModelRunner, clock: Callable[[], int] = time.perf_counter_ns
-) -> dict[int, float]:
+def measure_draft_costs(drafter: Drafter, runner: ModelRunner) -> dict[int, float]:
     """Nanoseconds by depth of a chain for one sequence, on rows that the target computes here.
     Nothing may be in the KV cache yet."""
     length = min(_PROMPT_LEN, runner.max_context - len(_DEPTHS) * (_LEAST_ROUNDS + 1) - 8)
@@ -66,10 +61,10 @@ def measure_draft_costs(
         for depth in _DEPTHS:
             _compute(drafter, runner, sequence)
             request = DraftRequest(sequence, DraftShape(depth, depth), SamplingParams())
-            before_ns = clock()
+            before_ns = perf_counter_ns()
             drafter.propose([request])
             if number > 0:
-                times[depth].append(clock() - before_ns)
+                times[depth].append(perf_counter_ns() - before_ns)
     sequence.block_ids = []  # nothing of it is to be kept
     drafter.close(sequence)
     return {depth: max(_NO_DRAFT_NS, statistics.median(found)) for depth, found in times.items()}

@@ -80,18 +80,17 @@ def _make(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Draft
     if not is_head_directory(path):
         return _draft_model(path, config, opened)
     head = read_head(path, runner.config, model_fingerprint)
+    logger.info("speculation: %s head %s", head.config.kind, path.name)
     if head.config.kind == "medusa":
         target = TargetRows.of(runner.config, opened.model.weights)
         return MedusaDrafter(MedusaHeads(head.config, head.tensors, target))
-    drafter = EagleDrafter(
+    return EagleDrafter(
         _eagle_head(head, runner, opened),
         num_blocks=runner.num_blocks,
         block_size=runner.block_size,
         max_sequences=config.max_sequences,
         name=head.config.kind,
     )
-    logger.info("speculation: %s head %s", head.config.kind, path.name)
-    return drafter
 
 
 def make_controller(

@@ -13,7 +13,7 @@ class SpeculationCounts:
         self.draft_ns = 0
         self.verify_ns = 0
         self._num_steps = 0
-        self._drafted_by_depth: list[int] = []
+        self._num_drafted = 0
         self._accepted_by_depth: list[int] = []
 
     def add_drafts(self, tree: DraftTree) -> None:
@@ -21,11 +21,9 @@ class SpeculationCounts:
         if not tree:
             return
         self._num_steps += 1
-        depths = tree.depths
-        for counts in (self._drafted_by_depth, self._accepted_by_depth):
-            counts += [0] * (max(depths) - len(counts))
-        for depth in depths:
-            self._drafted_by_depth[depth - 1] += 1
+        self._num_drafted += len(tree)
+        accepted = self._accepted_by_depth
+        accepted += [0] * (max(tree.depths) - len(accepted))
 
     def add_accepted(self, depth: int) -> None:
         """A draft of a tree that was added was right."""
@@ -35,9 +33,8 @@ class SpeculationCounts:
         """The numbers so far."""
         return Speculation(
             num_steps=self._num_steps,
-            num_drafted=sum(self._drafted_by_depth),
+            num_drafted=self._num_drafted,
             num_accepted=sum(self._accepted_by_depth),
-            drafted_by_depth=tuple(self._drafted_by_depth),
             accepted_by_depth=tuple(self._accepted_by_depth),
             draft_ns=self.draft_ns,
             verify_ns=self.verify_ns,

@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from llm_core.config import ModelConfig
 from llm_core.job_options import HeadKind
 
-KINDS: tuple[HeadKind, ...] = ("eagle3", "eagle1", "medusa")
+KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 _MAX_SIZE = 1 << 20
 
@@ -128,18 +129,13 @@ class HeadConfig:
         )
 
     def to_json(self) -> str:
-        """What ``from_json`` reads."""
+        """What ``from_values`` reads, as JSON text."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> HeadConfig:
-        """Raises ValueError for what is not such a JSON object."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not sound JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
+    def from_values(cls, values: Mapping[str, Any]) -> HeadConfig:
+        """From a file's JSON object. Raises ValueError for fields that are missing, not known, or
+        of another type."""
         missing = [name for name in _NEEDED if name not in values]
         if missing:
             raise ValueError(f"lacks {', '.join(missing)}")

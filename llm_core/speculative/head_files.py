@@ -19,10 +19,11 @@ import torch
 
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
+from llm_core.loading.checkpoint import read_json
 from llm_core.loading.safetensors import SafetensorsFile
 from llm_core.loading.safetensors_writer import write_safetensors
 from llm_core.quant.formats import Weight, to_float
-from llm_core.speculative.eagle import head_shapes, target_ids
+from llm_core.speculative.eagle import LAYER, head_shapes, target_ids
 from llm_core.speculative.head_config import HeadConfig
 
 TENSORS_NAME = "head.safetensors"
@@ -31,7 +32,6 @@ CARD_NAME = "card.json"
 BUNDLED_DIR = Path(__file__).resolve().parent / "heads"
 _PUBLISHED_TENSORS = "model.safetensors"
 _PUBLISHED_CONFIG = "config.json"
-_MAX_JSON_BYTES = 1 << 20
 _GROUP = 32
 _LARGEST_CODE = 127
 
@@ -133,7 +133,7 @@ def read_head(directory: Path, target: ModelConfig, target_fingerprint: str | No
         check_fits(config, target, target_fingerprint, directory.name)
         tensors = _read_tensors(file, config, target)
     card_path = directory / CARD_NAME
-    card = _read_object(card_path) if is_own and card_path.exists() else {}
+    card = read_json(card_path) if is_own and card_path.exists() else {}
     return HeadFile(config, tensors, card)
 
 
@@ -227,15 +227,15 @@ def _read_tensor(file: SafetensorsFile, key: str) -> torch.Tensor:
 
 def _own_config(path: Path) -> HeadConfig:
     try:
-        return HeadConfig.from_json(_read_text(path))
+        return HeadConfig.from_values(read_json(path))
     except ValueError as error:
         raise ModelLoadError(f"{path.name}: {error}") from error
 
 
 def _published_config(path: Path, names: set[str], target: ModelConfig) -> HeadConfig:
     """From a Hugging Face config.json; which EAGLE it is, the tensors' names say."""
-    values = _read_object(path)
-    is_eagle3 = any(name.startswith("midlayer.") for name in names)
+    values = read_json(path)
+    is_eagle3 = any(name.startswith(LAYER) for name in names)
     if not is_eagle3 and not any(name.startswith("layers.0.") for name in names):
         raise ModelLoadError(f"{path.name}: neither EAGLE-1's nor EAGLE-3's tensors are there")
 
@@ -270,22 +270,3 @@ def _published_config(path: Path, names: set[str], target: ModelConfig) -> HeadC
     except (ValueError, TypeError) as error:
         raise ModelLoadError(f"{path.name}: {error}") from error
     return replace(config, target_name=str(values.get("_name_or_path", "")))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path.name}: not sound JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path.name}: not a JSON object")
-    return values
-
-
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelLoadError(f"{path.name}: larger than {_MAX_JSON_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path.name}: cannot be read: {error}") from error

@@ -27,7 +27,7 @@ from llm_core.quant.native_pack import pack_gated, pack_stacked
 from llm_core.rope import rope_tables
 from llm_core.speculative.draft_head import HeadBatch, HeadResult
 from llm_core.speculative.drafter import DraftRequest
-from llm_core.speculative.eagle import halves_to_pairs, target_ids
+from llm_core.speculative.eagle import LAYER, halves_to_pairs, target_ids
 from llm_core.speculative.grow import OF_ANOTHER
 from llm_core.speculative.head_config import HeadConfig
 from llm_core.speculative.tree import DraftTree
@@ -208,7 +208,7 @@ class NativeHead:
     def _make_struct(
         self, tensors: Mapping[str, torch.Tensor], max_context: int
     ) -> native.DraftModel:
-        config, layer = self.config, "midlayer."
+        config, layer = self.config, LAYER
 
         def matrix(*names: str) -> native.Matrix:
             weights = [tensors[f"{name}.weight"].float() for name in names]

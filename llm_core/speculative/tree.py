@@ -77,11 +77,6 @@ class DraftTree:
         kept = nlargest(count, range(len(self)), key=lambda i: (paths[i], -i))
         return self.subtree(sorted(kept))
 
-    def cut(self, max_depth: int) -> DraftTree:
-        """Without drafts deeper than ``max_depth``."""
-        kept = [i for i, depth in enumerate(self.depths) if depth <= max_depth]
-        return self if len(kept) == len(self) else self.subtree(kept)
-
     def check(self) -> None:
         """Asserts what is promised above."""
         assert len(self.token_ids) == len(self.parents) == len(self.probabilities)

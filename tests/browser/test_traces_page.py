@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from app.observe.retention import Retention
 from app.observe.store import FILE_NAME, TraceStore
@@ -176,6 +178,40 @@ async def test_filters_choose_and_more_turns_can_be_had(
         await shown(page)
         await expect(page.locator("#turns tbody tr")).to_have_count(10)
         assert "conversation=sess_" in page.url
+
+
+async def test_more_turns_come_once_and_only_to_the_list_they_belong_to(
+    open_page: OpenPage, database: Path
+) -> None:
+    may_answer = asyncio.Event()
+    num_asked = 0
+
+    async def answer_late(route: Route) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await may_answer.wait()
+        await route.continue_()
+
+    async with served(database) as url:
+        page = await open_page(url, microphone=None)
+        await shown(page)
+        await page.route(re.compile(r"/v1/traces\?.*cursor="), answer_late)
+        rows = page.locator("#turns tbody tr")
+        await page.locator("#more").dblclick()
+        may_answer.set()
+        await expect(rows).to_have_count(100)
+        await page.wait_for_load_state("networkidle")
+        assert (num_asked, await rows.count()) == (2, 100)
+        may_answer.clear()
+        await page.locator("#more").click()
+        await page.select_option("[name=outcome]", "failed,timed_out")
+        await shown(page)
+        async with page.expect_response(lambda response: "cursor=" in response.url) as late:
+            may_answer.set()
+        await (await late.value).finished()
+        await page.evaluate("() => new Promise((resolve) => setTimeout(resolve, 100))")
+        outcomes = await page.locator("#turns tbody td:nth-of-type(1)").all_inner_texts()
+        assert set(outcomes) == {"failed (engine_died)"}
 
 
 async def test_two_periods_are_compared(open_page: OpenPage, database: Path) -> None:

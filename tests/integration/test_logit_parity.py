@@ -92,7 +92,7 @@ def witness(llm_model_path: Path, exact: ModelRunner) -> Iterator[Any]:
     import gguf.quants
 
     weights = {}
-    with open_gguf_model(str(llm_model_path)) as model:
+    with open_gguf_model(Path(llm_model_path)) as model:
         for name, weight in model.weights.items():
             if isinstance(weight, BlockTensor):
                 kind = gguf.GGMLQuantizationType[weight.kind]

@@ -19,8 +19,8 @@ const NUMBERS = TITLES.map((title) => title.endsWith("#"));
 class TracesPage {
   constructor() {
     this.api = new TracesApi();
-    /** @type {number | null} */
-    this.cursor = null;
+    /** @type {{filter: Record<string, string>, cursor: number | null}} what the list shows, and where it goes on */
+    this.listed = { filter: {}, cursor: null };
     this.scaleMs = 1;
     /** @type {AbortController | null} */
     this.asking = null;
@@ -102,7 +102,7 @@ class TracesPage {
     showConversations(conversations.data, (sessionId) => this.choose(sessionId));
     this.scaleMs = Math.max(stats.summary.voice_to_voice_ms?.p99 ?? 1, 1);
     fillTable(byId("turns"), "Turns, the newest first", TITLES, turns.data.map(this.cells, this));
-    this.remember(turns);
+    this.remember(filter, turns);
     const number = stats.summary.turns.toLocaleString("en");
     byId("announcer").textContent = `${number} turns in ${stats.summary.conversations.toLocaleString("en")} conversations`;
     performance.mark("traces-shown");
@@ -110,19 +110,23 @@ class TracesPage {
   }
 
   async showMore() {
-    const { filter } = this.chosen();
-    const turns = await this.api.ask("", { ...filter, limit: PAGE, cursor: this.cursor });
+    const { listed } = this;
+    const turns = await this.api.ask("", { ...listed.filter, limit: PAGE, cursor: listed.cursor });
+    if (this.listed !== listed) return; // another view is shown by now, or another click has added these
     const rows = turns.data.map((/** @type {any} */ turn) => tableRow(this.cells(turn), NUMBERS));
     byId("turns").querySelector("tbody")?.append(...rows);
     // Keyboards go on where the new turns begin.
     rows[0]?.querySelector("button")?.focus();
-    this.remember(turns);
+    this.remember(listed.filter, turns);
   }
 
-  /** @param {{next_cursor: number | null}} turns */
-  remember(turns) {
-    this.cursor = turns.next_cursor;
-    this.more.hidden = this.cursor === null;
+  /**
+   * @param {Record<string, string>} filter
+   * @param {{next_cursor: number | null}} turns
+   */
+  remember(filter, turns) {
+    this.listed = { filter, cursor: turns.next_cursor };
+    this.more.hidden = turns.next_cursor === null;
   }
 
   /** @param {string} sessionId */

@@ -32,7 +32,9 @@ class PhoneAudio:
         self.input_format = AudioFormat("pcm16", protocol.input_format.rate)
         self.output_format = protocol.output_format
         self.num_dropped = 0
+        """Pieces of the caller's audio that the session was too slow for."""
         self.num_missing = 0
+        """Pieces that never came."""
         self.changed = asyncio.Event()
         """There may be something to send."""
         self.must_clear = False

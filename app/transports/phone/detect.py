@@ -23,7 +23,9 @@ def detect(message: Message) -> tuple[PhoneProtocol, Started] | None:
     if event == "websocket:connected":
         return Vonage.begin(data)
     if event != "start":
-        raise PhoneProtocolError("the stream does not begin with 'connected' or 'start'")
+        raise PhoneProtocolError(
+            f"the stream begins with {fields.shown(event)}, expected 'connected' or 'start'"
+        )
     start = fields.inner(data, "start")
     if "streamSid" in start:
         return Twilio.begin(data)
@@ -33,4 +35,4 @@ def detect(message: Message) -> tuple[PhoneProtocol, Started] | None:
         return Telnyx.begin(data)
     if "stream_sid" in data:
         return Exotel.begin(data)
-    raise PhoneProtocolError("'start' is of no provider that is known here")
+    raise PhoneProtocolError("'start' names its stream as no provider does that is known here")

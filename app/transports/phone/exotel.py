@@ -22,7 +22,9 @@ class Exotel(JsonStream):
         start = fields.inner(message, "start")
         rate = fields.number(fields.inner(start, "media_format"), "sample_rate")
         if rate not in _RATES:
-            raise PhoneProtocolError("'media_format.sample_rate' is not 8000, 16000 or 24000")
+            raise PhoneProtocolError(
+                f"'media_format.sample_rate' is {rate}, expected 8000, 16000 or 24000"
+            )
         started = Started(
             fields.text(start, "call_sid"),
             fields.text(start, "account_sid"),

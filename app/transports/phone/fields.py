@@ -16,6 +16,11 @@ MAX_NAME_CHARS = 256
 KEYS = frozenset("0123456789*#ABCD")
 
 
+def shown(value: Any) -> str:
+    """What came instead of what was expected, for a log and a reason: its beginning."""
+    return f"{value!r:.60}"
+
+
 def parse_object(message: Message) -> Object:
     """A JSON object. Raises PhoneProtocolError."""
     if isinstance(message, bytes):
@@ -35,7 +40,7 @@ def inner(message: Object, name: str) -> Object:
     """The object ``name`` in ``message``. Raises PhoneProtocolError."""
     value = message.get(name)
     if not isinstance(value, dict):
-        raise PhoneProtocolError(f"'{name}' is not an object")
+        raise PhoneProtocolError(f"'{name}' is {shown(value)}, expected an object")
     return value
 
 
@@ -50,7 +55,9 @@ def text(message: Object, name: str, default: str | None = None) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
-        raise PhoneProtocolError(f"'{name}' is not a string of 1 to {MAX_NAME_CHARS} characters")
+        raise PhoneProtocolError(
+            f"'{name}' is {shown(value)}, expected 1 to {MAX_NAME_CHARS} characters"
+        )
     return value
 
 
@@ -63,14 +70,14 @@ def number(message: Object, name: str) -> int | None:
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18:
         return value
-    raise PhoneProtocolError(f"'{name}' is not a whole number")
+    raise PhoneProtocolError(f"'{name}' is {shown(value)}, expected a whole number")
 
 
 def payload(media: Object) -> bytes:
     """The audio in ``media.payload``. Raises PhoneProtocolError."""
     value = media.get("payload")
     if not isinstance(value, str):
-        raise PhoneProtocolError("'media.payload' is not a string")
+        raise PhoneProtocolError(f"'media.payload' is {shown(value)}, expected a string")
     try:
         return binascii.a2b_base64(value, strict_mode=True)
     except (ValueError, binascii.Error) as error:

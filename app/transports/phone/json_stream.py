@@ -45,7 +45,8 @@ class JsonStream:
             case "stop":
                 return HungUp("the stream was stopped")
             case "error":
-                raise PhoneProtocolError("the provider reports an error")
+                told = fields.shown(data.get("payload"))
+                raise PhoneProtocolError(f"the provider reports an error: {told}")
         return None  # a provider may add events
 
     def _checked(self, payload: bytes) -> bytes:

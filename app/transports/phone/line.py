@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from app.clock import Clock, MonotonicClock
+from app.clock import MonotonicClock
 from app.transports.base import ChannelClosed
 from app.transports.phone.audio import PhoneAudio
 from app.transports.phone.protocol import (
@@ -65,11 +65,10 @@ class PhoneLine:
         *,
         lead_ms: int,
         pace: Callable[[int], Any] | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self.protocol = protocol
         self.on_key: Callable[[str], None] = lambda key: None
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self.audio = PhoneAudio(protocol, self._clock, lead_ms=lead_ms)
         self._wire = wire
         self._pace = pace
@@ -97,6 +96,8 @@ class PhoneLine:
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 logger.error("the phone line failed", exc_info=result)
+        quality = {"missing": self.audio.num_missing, "dropped": self.audio.num_dropped}
+        logger.info("phone line closed", extra=quality)
 
     # --- EventChannel ---
 
@@ -183,15 +184,12 @@ class PhoneLine:
             asyncio.create_task(self.audio.changed.wait(), name="phone change")
         }
         if wait_s is not None:
-            waiting.add(asyncio.create_task(self._sleep(wait_s), name="phone pace"))
+            waiting.add(asyncio.create_task(self._clock.sleep(wait_s), name="phone pace"))
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
-
-    async def _sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds)
 
     async def _send(self, message: Message | None) -> None:
         if message is not None:

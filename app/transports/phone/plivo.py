@@ -37,7 +37,10 @@ class Plivo(JsonStream):
         encoding = fields.text(media_format, "encoding")
         rate = fields.number(media_format, "sampleRate")
         if (encoding, rate) not in _FORMATS:
-            raise PhoneProtocolError("'mediaFormat' is not mu-law at 8000 or L16 at 8000 or 16000")
+            raise PhoneProtocolError(
+                f"'mediaFormat' is {fields.shown(encoding)} at {rate}, expected mu-law at 8000, or "
+                "L16 at 8000 or 16000"
+            )
         started = Started(
             fields.text(start, "callId"),
             fields.text(start, "accountId"),

@@ -27,7 +27,10 @@ class Telnyx(JsonStream):
         encoding = fields.text(media_format, "encoding")
         rate = fields.number(media_format, "sample_rate")
         if (encoding, rate) not in _FORMATS:
-            raise PhoneProtocolError("'media_format' is not PCMU or PCMA at 8000, or L16 at 16000")
+            raise PhoneProtocolError(
+                f"'media_format' is {fields.shown(encoding)} at {rate}, expected PCMU or PCMA at "
+                "8000, or L16 at 16000"
+            )
         started = Started(
             fields.text(start, "call_control_id"),
             fields.text(start, "user_id", ""),

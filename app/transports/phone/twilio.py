@@ -18,7 +18,9 @@ class Twilio(JsonStream):
         start = fields.inner(message, "start")
         encoding = fields.inner(start, "mediaFormat").get("encoding")
         if encoding != "audio/x-mulaw":
-            raise PhoneProtocolError("'mediaFormat.encoding' is not audio/x-mulaw")
+            raise PhoneProtocolError(
+                f"'mediaFormat.encoding' is {fields.shown(encoding)}, expected audio/x-mulaw"
+            )
         started = Started(
             fields.text(start, "callSid"),
             fields.text(start, "accountSid"),

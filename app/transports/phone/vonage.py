@@ -35,7 +35,9 @@ class Vonage:
         """
         content_type = fields.text(message, "content-type").replace(" ", "")
         if content_type not in _FORMATS:
-            raise PhoneProtocolError(f"'content-type' is none of {', '.join(_FORMATS)}")
+            raise PhoneProtocolError(
+                f"'content-type' is {fields.shown(content_type)}, expected {' or '.join(_FORMATS)}"
+            )
         started = Started(
             fields.text(message, "uuid", fields.text(message, "call_uuid", "")),
             fields.text(message, "application_id", ""),

@@ -221,6 +221,8 @@ class CallAudio:
 
     def close(self) -> None:
         """Wakes everybody who waits here."""
+        if self.num_dropped and not self._is_closed:
+            logger.warning("the session was too slow for %d packets of audio", self.num_dropped)
         self._is_closed = True
         self._notes.close()
         for event in (self._heard, self._moved):

@@ -241,6 +241,24 @@ class Peer:
             if not pump.cancelled() and (error := pump.exception()) is not None:
                 logger.info("the transport ended with an error: %r", error)
         self._dtls.remove_all_listeners()
+        if self.is_connected:
+            logger.info("webrtc connection closed", extra=self._line_quality())
+
+    def _line_quality(self) -> dict[str, int]:
+        """For the log: what became of the caller's packets, and of our frames."""
+        quality = {}
+        if self._receiver is not None:
+            buffer = self._receiver.buffer
+            quality = {
+                "lost": buffer.num_lost,
+                "late": buffer.num_late,
+                "duplicates": buffer.num_duplicates,
+                "resets": buffer.num_resets,
+                "damaged": self._receiver.decoder.num_bad,
+            }
+        if self._sender is not None:
+            quality["skipped_frames"] = self._sender.num_skipped_frames
+        return quality
 
     def _run(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -87,7 +87,7 @@ class Section:
 class Offer:
     """A checked offer.
 
-    ``opus_payload_type`` None: there is no audio; ``has_data`` False: there is no data channel.
+    ``opus_payload_type`` None: there is no audio; ``data_mid`` None: there is no data channel.
     ``fingerprints`` are (algorithm, value) of the peer's certificate. ``is_active``: the peer
     begins the DTLS handshake. ``max_message_bytes``: what the peer takes, 0 for any size.
     """

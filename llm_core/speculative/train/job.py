@@ -115,24 +115,16 @@ def train(
     )
     training.run(corpus.load, corpus.held_out, on_training)
     chain_lens = training.measure(corpus.held_out)
-    report = TrainHeadReport(
-        chain_lens=chain_lens,
-        num_answer_tokens=corpus.num_answer_tokens,
-        num_anchors=training.num_anchors,
-        num_steps=training.step,
-        size_bytes=0,
-        wall_s=0.0,
-    )
-    card = _card(options, report, training.elapsed_s)
+    card = _card(options, corpus, training, chain_lens)
     if start is not None:
         card["begun_with"] = {name: start.card.get(name) for name in _COUNTS}
     head = HeadFile(head_config, learner.tensors(), card)
     write_head(options.out_dir, head, is_int8=True)
     return TrainHeadReport(
-        chain_lens,
-        corpus.num_answer_tokens,
-        training.num_anchors,
-        training.step,
+        chain_lens=chain_lens,
+        num_answer_tokens=corpus.num_answer_tokens,
+        num_anchors=training.num_anchors,
+        num_steps=training.step,
         size_bytes=sum(path.stat().st_size for path in options.out_dir.iterdir()),
         wall_s=time.monotonic() - started_s,
     )
@@ -313,17 +305,20 @@ def _learner(
 
 
 def _card(
-    options: TrainHeadOptions, report: TrainHeadReport, elapsed_s: float
+    options: TrainHeadOptions,
+    corpus: _Corpus,
+    training: Training,
+    chain_lens: tuple[float, float],
 ) -> dict[str, object]:
-    greedy, sampled = (round(value, 3) for value in report.chain_lens)
+    greedy, sampled = (round(value, 3) for value in chain_lens)
     return {
         "made_by": "parley train-eagle",
         "kind": options.kind,
         "data": "conversations that the target wrote itself, users' turns too",
-        "answer_tokens": report.num_answer_tokens,
-        "anchors_trained_on": report.num_anchors,
-        "steps": report.num_steps,
-        "training_s": round(elapsed_s),
+        "answer_tokens": corpus.num_answer_tokens,
+        "anchors_trained_on": training.num_anchors,
+        "steps": training.step,
+        "training_s": round(training.elapsed_s),
         "accepted_length_of_chains_of_4_on_held_out_answers": {
             "temperature_0_and_0.2": greedy,
             "temperature_0.7_and_1.0": sampled,

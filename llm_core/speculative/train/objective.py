@@ -19,13 +19,12 @@ _WORD_SHARE = 0.1
 @dataclass(frozen=True, slots=True)
 class Objective:
     """``words`` float32 [V, H]: the target's output head for the draft words ``target_ids``
-    int64 [V]; ``vocab_size`` is the target's. ``temperature``: of the target's distribution that a
-    head is to have; below 1 the likeliest words count more, as they do when it serves."""
+    int64 [V]; ``vocab_size`` is the target's. ``regresses_features``: the head's output is also to
+    be the target's hidden state (EAGLE-1)."""
 
     words: torch.Tensor
     target_ids: torch.Tensor
     vocab_size: int
-    temperature: float = 1.0
     regresses_features: bool = False
 
     def draft_index(self) -> torch.Tensor:
@@ -43,7 +42,7 @@ class Objective:
         is_known = said >= 0
         with torch.no_grad():
             wanted = functional.linear(output.final_hidden, self.words).float()
-            wanted = (wanted / self.temperature).softmax(-1)
+            wanted = wanted.softmax(-1)
         # Where the draft vocabulary lacks the word, nothing right can be drafted.
         each = -(wanted * logits.log_softmax(-1)).sum(-1)
         loss = (each * is_known).sum() / is_known.sum().clamp_min(1)

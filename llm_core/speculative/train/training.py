@@ -1,4 +1,4 @@
-"""Trains an EAGLE head on conversations with features; can be stopped and taken up again."""
+"""Trains a draft head on conversations with features; can be stopped and taken up again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ _WARM_UP_STEPS = 80
 _LARGEST_GRADIENT = 1.0
 _BETAS = (0.9, 0.95)
 _SMOOTHING = 0.98
-DEPTH = 4  # steps that are trained and measured
+_STEP_SHARES = (1.0, 0.4, 0.4, 0.4)  # of the anchors, by step: see ``unroll.unrolled``
+DEPTH = len(_STEP_SHARES)  # steps that are trained and measured
+_BATCH_ANCHORS = 512
+_LEARNING_RATE = 5e-4
+_REGRESSED_LEARNING_RATE = 1.5e-4
+_SAVE_EVERY_S = 120.0
+_MEASURE_EVERY_S = 300.0
 
 Unroll = Callable[[Sequence[Example], Sequence[float], torch.Generator], list[StepOutput]]
 """(batch, share of the anchors that goes on to each step, random numbers) -> the steps' outputs"""
@@ -41,18 +47,12 @@ class Learner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """``train_s`` seconds in all, those before a restart included: the learning rate falls with
-    time, along a cosine to zero. ``step_shares``: see ``unroll.unrolled``. ``is_bfloat16``:
-    products of a step are made in bfloat16; weights, sums and the optimiser stay in float32."""
+    time, along a cosine to zero. ``is_bfloat16``: products of a step are made in bfloat16; weights,
+    sums and the optimiser stay in float32."""
 
     train_s: float
-    batch_anchors: int = 512
-    learning_rate: float = 5e-4
-    regressed_learning_rate: float = 1.5e-4
-    step_shares: tuple[float, ...] = (1.0, 0.4, 0.4, 0.4)
-    seed: int = 0
-    is_bfloat16: bool = False
-    save_every_s: float = 120.0
-    measure_every_s: float = 300.0
+    seed: int
+    is_bfloat16: bool
 
 
 class Training:
@@ -104,12 +104,12 @@ class Training:
         """Until the time is over. ``load`` is called for each epoch: new files may have come."""
         options = self._options
         generator = torch.Generator().manual_seed(options.seed + self.step)
-        rates = [0.0] * len(options.step_shares)
+        rates = [0.0] * DEPTH
         loss_mean, saved_s, measured_s = 0.0, self.elapsed_s, self.elapsed_s
         weight = 0.0
         while self.elapsed_s < options.train_s:
             examples = load()
-            for batch in batches(examples, options.batch_anchors, options.seed + 1000 * self.epoch):
+            for batch in batches(examples, _BATCH_ANCHORS, options.seed + 1000 * self.epoch):
                 started = time.monotonic()
                 loss, step_rates = self._train_step(batch, generator)
                 weight = _SMOOTHING * weight + 1 - _SMOOTHING
@@ -118,10 +118,10 @@ class Training:
                     rates[j] += (rate - rates[j]) * (1 - _SMOOTHING) / weight
                 self.elapsed_s += time.monotonic() - started
                 measured = None
-                if self.elapsed_s - measured_s > options.measure_every_s:
+                if self.elapsed_s - measured_s > _MEASURE_EVERY_S:
                     measured_s = self.elapsed_s
                     measured = self.measure(held_out)
-                if self.elapsed_s - saved_s > options.save_every_s:
+                if self.elapsed_s - saved_s > _SAVE_EVERY_S:
                     saved_s = self.elapsed_s
                     self.save()
                 on_progress(self._progress(loss_mean, rates, measured))
@@ -139,7 +139,7 @@ class Training:
             chosen = [e for e in held_out if (e.temperature < 0.3) == is_greedy]
             tokens = rounds = 0
             with torch.no_grad():
-                for batch in batches(chosen, self._options.batch_anchors, 0):
+                for batch in batches(chosen, _BATCH_ANCHORS, 0):
                     matches = []
                     for output in self._unroll(batch, (1.0,) * DEPTH, generator):
                         drafted = self.head.word_logits(output.output).argmax(-1)
@@ -204,7 +204,7 @@ class Training:
         total = torch.zeros(())
         rates = []
         with torch.autocast("cpu", torch.bfloat16, enabled=self._options.is_bfloat16):
-            for j, output in enumerate(self._unroll(batch, self._options.step_shares, generator)):
+            for j, output in enumerate(self._unroll(batch, _STEP_SHARES, generator)):
                 logits = self.head.word_logits(output.output)
                 loss, is_right = self._objective.loss(j, output, logits, self._index)
                 total = total + loss
@@ -219,8 +219,8 @@ class Training:
 
     def _rate(self, name: str, embedding_rms: float) -> float:
         if name not in _REGRESSED:
-            return self._options.learning_rate
-        rate = self._options.regressed_learning_rate
+            return _LEARNING_RATE
+        rate = _REGRESSED_LEARNING_RATE
         # AdamW's steps have the size of the rate whatever the input's scale is.
         return rate / embedding_rms if name == "embedding_proj.weight" else rate
 
