@@ -33,7 +33,7 @@ from audio.asr import Recognizer
 from audio.endpoint import Endpointer, ServerVadConfig, VoicePaused, VoiceResumed, VoiceStarted
 from audio.frame import SPEECH_RATE, Samples
 from audio.prosody import measure_end
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.tts import Synthesizer
 from audio.turn_model import TurnModel
 from audio.vad import WINDOW_SAMPLES, VadModel
@@ -100,7 +100,7 @@ def recordings(
         ]
         for path in paths[:most]:
             samples, rate = read_audio(path)
-            yield path.name, kind, _to_speech_rate(samples, rate)
+            yield path.name, kind, resample(samples, rate, SPEECH_RATE)
 
 
 def _without_noise(data: Path, name: str) -> Samples | None:
@@ -110,7 +110,7 @@ def _without_noise(data: Path, name: str) -> Samples | None:
     stem = name.removeprefix("noisy_").rpartition("_")[0]
     paths = [data / "speech" / f"{prefix}{stem}.flac" for prefix in ("", "ls_")]
     samples, rate = read_audio(next(path for path in paths if path.exists()))
-    return _to_speech_rate(samples, rate)
+    return resample(samples, rate, SPEECH_RATE)
 
 
 def _moved(
@@ -150,11 +150,6 @@ def spoken_prompt(text: str, voice: Synthesizer) -> Samples:
 _ASKING = frozenset(
     ("what", "how", "why", "when", "where", "who", "can", "could", "do", "does", "is", "are")
 )
-
-
-def _to_speech_rate(samples: Samples, rate: int) -> Samples:
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
 
 
 def words_with_times(recognizer: Recognizer, samples: Samples) -> list[tuple[str, float, float]]:

@@ -15,7 +15,7 @@ from audio.asr import Recognizer
 from audio.endpoint import Endpointer, ServerVadConfig, VoicePaused, VoiceResumed, VoiceStarted
 from audio.frame import SPEECH_RATE, Samples
 from audio.prosody import measure_end
-from audio.resample import StreamResampler
+from audio.resample import resample
 from audio.turn_end import WAITS, Evidence, silence_ms
 from audio.vad import WINDOW_SAMPLES, VadModel
 from audio.voice_end import find_voice_end
@@ -67,8 +67,7 @@ def ends_sentence(text: str, whole: str) -> bool:
 
 def load(path: Path) -> Samples:
     samples, rate = read_audio(path)
-    resampler = StreamResampler(rate, SPEECH_RATE)
-    return np.concatenate((resampler.process(samples), resampler.flush()))
+    return resample(samples, rate, SPEECH_RATE)
 
 
 async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
