@@ -112,7 +112,7 @@ class Waits:
 # Chosen on the curve in docs/turn-end.svg (bench/turn_end_curve.py).
 WAITS: dict[Eagerness, Waits] = {
     "high": Waits(200, 400, 700, 0.6, 0.4, 800, 900, 480, 1_000),
-    "medium": Waits(300, 660, 1_000, 0.8, 0.5, 1_100, 1_200, 640, 1_500),
+    "medium": Waits(300, 660, 1_000, 0.85, 0.5, 1_100, 1_200, 640, 1_500),
     "low": Waits(480, 1_200, 2_000, 0.85, 0.6, 2_500, 2_500, 1_000, 4_000),
 }
 WAITS["auto"] = WAITS["medium"]
@@ -120,8 +120,8 @@ WAITS["auto"] = WAITS["medium"]
 _MIN_LOGPROB = -6.0
 _LEAST = 1e-3
 _LEAST_HEARD = 5e-3
-# Log-odds of the recogniser's ear above which it is not as much surer as it says.
-_LOUD_ODDS = 2.0
+# Log-odds above which the recogniser's ear is not surer, whatever it says.
+_SUREST_ODDS = 2.0
 # Words and melody alone are wrong too often to be believed as easily.
 _SURE_WITHOUT_MODEL = 0.9
 # Shorter statements are answers: "My name is John."
@@ -221,10 +221,11 @@ def mark_signs(marks: EndMarks) -> tuple[float, ...]:
 
 
 def ear_signs(end_odds: float, text: str, end_logprob: float | None) -> tuple[float, ...]:
-    """What the recogniser's ear says: for any words, for a story's, beyond what it can know, and
-    together with the language model, where that is known."""
-    signs = (end_odds, end_odds * tells(text), max(end_odds - _LOUD_ODDS, 0.0))
-    return signs if end_logprob is None else (*signs, end_odds * logprob_sign(end_logprob))
+    """What the recogniser's ear says: for any words, for a story's, and together with the language
+    model, where that is known."""
+    odds = min(end_odds, _SUREST_ODDS)
+    signs = (odds, odds * tells(text))
+    return signs if end_logprob is None else (*signs, odds * logprob_sign(end_logprob))
 
 
 def heard_sign(probability: float) -> float:

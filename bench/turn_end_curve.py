@@ -111,7 +111,12 @@ def main() -> None:
         "tail": np.array(
             [ear_signs(o, e["text"], None) for o, e in zip(odds, events, strict=True)]
         ),
-        "tail, model": odds[:, None] * model,
+        "tail, model": np.array(
+            [
+                ear_signs(o, e["text"], m)[-1:]
+                for o, e, (m,) in zip(odds, events, model, strict=True)
+            ]
+        ),
         "heard": np.array([[heard_sign(e["turn_model"])] for e in events]),
     }
     print(
