@@ -26,6 +26,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._work: asyncio.Task[None] | None = None
+        self._replaced: set[asyncio.Task[None]] = set()  # cancelled, and not over yet
         self._answer: Turn | None = None
         self._wasted_answers = 0
         self._wasted_tokens = 0
@@ -42,8 +43,10 @@ class Ahead:
 
     def do(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` instead of what runs now. Its failure is its own: it only saves time."""
-        if self._work is not None:
+        if self._work is not None and not self._work.done():
             self._work.cancel()
+            self._replaced.add(self._work)
+            self._work.add_done_callback(self._replaced.discard)
         self._work = asyncio.create_task(work)
         self._work.add_done_callback(_note_failure)
 
@@ -80,9 +83,12 @@ class Ahead:
 
     async def close(self) -> None:
         """Stop everything; returns when nothing is left."""
+        running = set(self._replaced)
         if self._work is not None:
             self._work.cancel()
-            await asyncio.wait([self._work])
+            running.add(self._work)
+        if running:
+            await asyncio.wait(running)
         await self.discard()
 
     def take_wasted(self) -> dict[str, int]:
