@@ -19,7 +19,8 @@ from app.errors import ClientError
 
 logger = logging.getLogger(__name__)
 
-# Owners that were seen last; who is forgotten begins with a full bucket.
+# Owners that were seen last; who is forgotten begins with full buckets. Whose buckets are full by
+# themselves is forgotten anyway: each phone call is an owner.
 MAX_OWNERS = 10_000
 # A message of this length counts as one, a longer one as many.
 BYTES_A_MESSAGE = 16 * 1024
@@ -74,6 +75,11 @@ class TokenBucket:
         missing = self._burst - self._tokens
         return RateState(int(self._burst), max(0, int(self._tokens)), missing / self._rate_per_s)
 
+    def is_full(self, now_s: float) -> bool:
+        """Nothing is owed: a new bucket would be the same."""
+        self._refill(now_s)
+        return self._tokens >= self._burst
+
     def _refill(self, now_s: float) -> None:
         self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
         self._at_s = now_s
@@ -119,11 +125,20 @@ class RateLimits:
             now_s, per_s = self._clock_s(), self._messages_per_s
             sessions = TokenBucket(self._sessions_per_minute / 60, self._sessions_per_minute, now_s)
             messages = TokenBucket(per_s, per_s * _MESSAGE_BURST_S, now_s)
+            self._forget_idle(now_s)
             self._buckets[owner] = (sessions, messages)
             if len(self._buckets) > MAX_OWNERS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(owner)
         return self._buckets[owner]
+
+    def _forget_idle(self, now_s: float) -> None:
+        """Those who were seen longest ago, up to one who still owes something."""
+        while self._buckets:
+            owner, buckets = next(iter(self._buckets.items()))
+            if not all(bucket.is_full(now_s) for bucket in buckets):
+                return
+            del self._buckets[owner]
 
 
 class Pacer:

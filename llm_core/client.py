@@ -23,6 +23,7 @@ A transcript that still changes::
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
@@ -48,6 +49,8 @@ logger = logging.getLogger("llm_core.client")
 
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 30.0
+# One in reserve that cannot live is not started over and over.
+_SPARE_PAUSE_S = 10.0
 
 
 class _Handle:
@@ -147,6 +150,7 @@ class EngineClient:
         self._process: EngineProcess | None = None
         self._info: ModelInfo | None = None
         self._spare: EngineProcess | None = None  # has no model; see ``EngineConfig.standby``
+        self._watching: set[asyncio.Task[None]] = set()  # processes that are or were in reserve
         self._starting: asyncio.Task[EngineProcess] | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._pinned: list[tuple[tuple[ChatMessage, ...], str]] = []
@@ -253,7 +257,7 @@ class EngineClient:
     async def close(self) -> None:
         """Ends the process; running requests fail with EngineDiedError. May be called twice."""
         self._is_closed = True
-        for task in (self._supervising, self._starting):
+        for task in (self._supervising, self._starting, *self._watching):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -283,17 +287,42 @@ class EngineClient:
             logger.warning("restarting the engine process")
             await self._process.close()
         spare, self._spare = self._spare, None
-        if spare is None or spare.has_exited:
+        if spare is not None and spare.has_exited:
+            await spare.close()
+            spare = None
+        if spare is None:
             spare = await EngineProcess.spawn(self._config, self._on_death)
         self._process = spare  # so that `close` finds it
         await spare.load(self._config, self._start_timeout_s)
         self._info = spare.info
         if self._config.standby:
-            try:
-                self._spare = await EngineProcess.spawn(self._config, self._on_death)
-            except ModelLoadError as error:
-                logger.warning("there is no engine process in reserve: %s", error)
+            await self._reserve()
         return spare
+
+    async def _reserve(self) -> None:
+        try:
+            spare = await EngineProcess.spawn(self._config, self._on_death)
+        except ModelLoadError as error:
+            logger.warning("there is no engine process in reserve: %s", error)
+            return
+        self._spare = spare
+        watching = asyncio.create_task(
+            self._watch(spare), name="llm-engine-reserve", context=contextvars.Context()
+        )
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
+
+    async def _watch(self, spare: EngineProcess) -> None:
+        """Another one in place of a process that ends before it is needed."""
+        await spare.exited()
+        if self._spare is not spare:
+            return  # it was needed
+        logger.warning("the engine process in reserve has ended; another one will be started")
+        await asyncio.sleep(_SPARE_PAUSE_S)
+        if self._spare is spare and self.is_alive:  # else who starts an engine sees to it
+            self._spare = None
+            await spare.close()
+            await self._reserve()
 
     def _on_death(self) -> None:
         if not self._is_closed:

@@ -180,6 +180,10 @@ class EngineProcess:
     def has_exited(self) -> bool:
         return self._process.returncode is not None
 
+    async def exited(self) -> None:
+        """Returns when the process has ended, whatever the reason."""
+        await self._process.wait()
+
     @property
     def info(self) -> ModelInfo:
         assert self._info is not None, "load() has returned"

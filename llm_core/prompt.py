@@ -96,13 +96,13 @@ class PromptBuilder:
             turns[0] = msgspec.structs.replace(turns[0], tools=())
         starts = [i for i, m in enumerate(turns) if m.role == "user"] or [0]
         starts[0] = 0
-        while len(starts) > 1 and not self._has_few_bytes([*system, *turns[starts[0] :]]):
-            del starts[0]
         limit = self._max_context - reply_len
+        step = max(1, round(limit * (1 - retention_ratio)))
+        first = self._first_in_reach(system, turns, step)
+        starts = [start for start in starts if start >= first] or starts[-1:]
         token_ids = self._encode_few([*system, *turns[starts[0] :]], continues_last)
         first = starts[0]
         if len(token_ids) > limit:
-            step = max(1, round(limit * (1 - retention_ratio)))
             excess = -(-(len(token_ids) - limit) // step) * step
             first += self._excess_messages(turns[first:], len(token_ids), excess, len(system))
         for start in starts:
@@ -114,6 +114,30 @@ class PromptBuilder:
                 return Prompt(token_ids, start)
         self._check_length(len(token_ids), reply_len)
         raise AssertionError("a prompt that fits was returned")
+
+    def _first_in_reach(
+        self, system: list[ChatMessage], turns: list[ChatMessage], step: int
+    ) -> int:
+        """Of turns that are far too long, the first that there can be room for: what lies before
+        it is not encoded. It moves in steps of ``step`` bytes, as what is left out does."""
+        if self._num_bytes([*system, *turns]) <= self._max_context * _USUAL_BYTES_PER_TOKEN:
+            return 0
+        bytes_left = self._max_context * _MAX_BYTES_PER_TOKEN - self._num_bytes(system)
+        tokens_left = self._most_tokens - self._num_tokens(system) if bytes_left >= 0 else -1
+        first = len(turns)
+        while first > 0:
+            before = turns[first - 1 : first]
+            bytes_left -= self._num_bytes(before)
+            if min(bytes_left, tokens_left) < 0:
+                break
+            tokens_left -= self._num_tokens(before)
+            first -= tokens_left >= 0
+        num_bytes = self._num_bytes(turns[:first])
+        missing = -num_bytes % step
+        while first < len(turns) and missing > 0:
+            missing -= self._num_bytes(turns[first : first + 1])
+            first += 1
+        return first
 
     def _excess_messages(
         self, turns: list[ChatMessage], total_len: int, excess: int, num_system: int
@@ -145,15 +169,27 @@ class PromptBuilder:
             self._check_slices(messages)
 
     def _check_slices(self, messages: Sequence[ChatMessage]) -> None:
+        if self._num_tokens(messages) > self._most_tokens:
+            raise PromptTooLongError(
+                f"the messages have more than {self._most_tokens} tokens; that cannot fit into the "
+                f"context of {self._max_context} tokens"
+            )
+
+    @property
+    def _most_tokens(self) -> int:
+        """More, in slices, are clearly too many."""
+        return int(self._max_context * _CLEARLY)
+
+    def _num_tokens(self, messages: Sequence[ChatMessage]) -> int:
+        """Of all texts, encoded in slices: as many as there are, or some number that is clearly
+        too large."""
         count = 0
         for text in (text for message in messages for text in _texts(message)):
             for start in range(0, len(text), _SLICE_CHARS):
                 count += len(self._tokenizer.encode(text[start : start + _SLICE_CHARS]))
-                if count > self._max_context * _CLEARLY:
-                    raise PromptTooLongError(
-                        f"the messages have more than {int(self._max_context * _CLEARLY)} tokens; "
-                        f"that cannot fit into the context of {self._max_context} tokens"
-                    )
+                if count > self._most_tokens:
+                    return count
+        return count
 
     def _check_length(self, prompt_len: int, reply_len: int) -> None:
         if prompt_len + reply_len > self._max_context:

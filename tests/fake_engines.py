@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -20,16 +21,22 @@ from tests.fakes import ScriptedEngine
 
 
 class ShortContextEngine(ScriptedEngine):
-    """Has room for ``max_chars`` characters; whoever allows it loses the oldest beyond that."""
+    """Has room for ``max_chars`` characters; whoever allows it loses the oldest beyond that.
+
+    ``prefill_gate`` holds what is read in advance.
+    """
 
     def __init__(self, max_chars: int, *replies: str) -> None:
         super().__init__(*replies)
         self.max_chars = max_chars
         self.dropped: list[int] = []
         self.dropped_by_prefill: list[int] = []
+        self.prefill_gate = asyncio.Event()
+        self.prefill_gate.set()
 
     async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
         self.prefills.append(list(messages))
+        await self.prefill_gate.wait()
         spare = min(options.get("spare_tokens", 0), self.max_chars // 4)
         num_dropped = len(messages) - len(self._fitting(messages, self.max_chars - spare, options))
         self.dropped_by_prefill.append(num_dropped)

@@ -6,7 +6,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -34,8 +34,9 @@ class Speaker:
 
 
 class CallUnderTest:
-    def __init__(self) -> None:
+    def __init__(self, session_class: type[FakeSession] = FakeSession) -> None:
         self.channel, self.speaker = FakeChannel(), Speaker()
+        self._session_class = session_class
         self.sessions: list[FakeSession] = []
         self.connection = RealtimeConnection(
             self.channel,
@@ -47,7 +48,7 @@ class CallUnderTest:
         )
 
     def _make(self, *args: object) -> Session:
-        self.sessions.append(FakeSession(*args))  # type: ignore[arg-type]
+        self.sessions.append(self._session_class(*args))  # type: ignore[arg-type]
         return cast(Session, self.sessions[-1])
 
 
@@ -94,6 +95,61 @@ async def test_the_end_of_the_call_ends_the_attached_client() -> None:
     await attached
     assert (await second.when_closed()).code == 1000
     assert len(registry) == 0
+
+
+class SlowSession(FakeSession):
+    """Its last moments, and its answers, take until the test says so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_closing, self.may_close = asyncio.Event(), asyncio.Event()
+        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def close(self) -> None:
+        self.is_closing.set()
+        await self.may_close.wait()
+        await super().close()
+
+    async def create_response(self, *args: Any) -> None:
+        self._note("create_response", *args)
+        self.is_asked.set()
+        await self.may_answer.wait()
+
+
+async def test_an_attached_client_starts_nothing_in_a_session_that_is_being_closed() -> None:
+    first = CallUnderTest(SlowSession)
+    running = asyncio.create_task(first.connection.run())
+    await first.channel.until("session.created")
+    second, session = FakeChannel(), cast(SlowSession, first.sessions[0])
+    attached = asyncio.create_task(first.connection.attach(second))
+    await second.until("session.created")
+    await first.channel.close(1000, "bye")
+    await session.is_closing.wait()
+    second.say("response.create")
+    await attached  # it is served no longer, and what it said is not heard
+    session.may_close.set()
+    await running
+    assert session.calls == []
+
+
+async def test_what_an_attached_client_has_begun_is_there_to_be_closed() -> None:
+    first = CallUnderTest(SlowSession)
+    running = asyncio.create_task(first.connection.run())
+    await first.channel.until("session.created")
+    second, session = FakeChannel(), cast(SlowSession, first.sessions[0])
+    attached = asyncio.create_task(first.connection.attach(second))
+    await second.until("session.created")
+    second.say("response.create")
+    await session.is_asked.wait()
+    await first.channel.close(1000, "bye")
+    session.may_close.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not session.is_closing.is_set()
+    session.may_answer.set()
+    await running
+    await attached
+    assert session.is_closed
 
 
 async def test_calls_of_others_and_calls_that_are_over_cannot_be_found() -> None:

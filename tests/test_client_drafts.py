@@ -25,6 +25,7 @@ from llm_core import (
     SamplingParams,
     TextDelta,
 )
+from llm_core import client as client_module
 from llm_core.client import Reply
 from tests.test_client import (
     ENDLESS,
@@ -172,3 +173,29 @@ async def test_a_process_in_reserve_takes_over(tmp_path: Path) -> None:
     await assert_nothing_left(client)
     await client.close()
     assert child_pids() == children
+
+
+async def test_a_process_in_reserve_that_dies_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_SPARE_PAUSE_S", 0.0)
+    children = child_pids()
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    client = await EngineClient.start(config(path, max_context=100, standby=True))
+    first = client._spare
+    assert first is not None
+    (watching,) = client._watching
+    os.kill(first.pid, signal.SIGKILL)
+    await watching
+    second = client._spare
+    assert second is not None and second is not first and not second.has_exited
+    assert len(child_pids()) == len(children) + 2
+    # It is one in reserve like the first.
+    os.kill(pid_of(client), signal.SIGKILL)
+    with pytest.raises(EngineDiedError):
+        await client.stats()
+    await client.restart()
+    assert pid_of(client) == second.pid
+    await client.close()
+    assert child_pids() == children
+    assert client._watching == set()

@@ -93,7 +93,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_peak_is_near_the_final_size(models: Path) -> None:
     sizes = measured(models / "tiny", [f"{models}/{run}" for run in RUNS])
     file = models / "bfloat16" / "model.safetensors"
-    num_weights = sum(tensor.numel() for tensor in load_file(file).values())
+    lengths = [tensor.numel() for tensor in load_file(file).values()]
+    num_weights = sum(lengths)
+    # One tensor at a time is converted, by way of float32. Against the model's size nothing can be
+    # said: it is larger by half where the kernel has huge pages to give.
+    largest = 4 * max(lengths)
+    assert 1.25 * largest < num_weights / 2  # what all weights of the smallest form take
     assert len(sizes) == len(RUNS)
     for run, size in zip(RUNS, sizes, strict=True):
         print(f"{run}: final {size['final'] / 1e6:.1f} MB, peak {size['peak'] / 1e6:.1f} MB")
@@ -101,4 +106,4 @@ def test_peak_is_near_the_final_size(models: Path) -> None:
             run.rpartition("=")[0], 8
         )
         assert size["final"] > 0.9 * bits / 8 * num_weights, (run, size)  # it is all there
-        assert size["peak"] < 1.3 * size["final"], (run, size)
+        assert size["peak"] - size["final"] < 1.25 * largest, (run, size)

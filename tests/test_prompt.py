@@ -72,3 +72,41 @@ def test_tools_and_calls_are_part_of_the_prompt(message: ChatMessage, overflow: 
     with pytest.raises(PromptTooLongError, match="200.* bytes; that cannot fit"):
         builder(counting).build([message], reply_len=10, overflow=overflow)
     assert counting.num_chars == 0
+
+
+def long_conversation(num_turns: int, num_chars: int) -> list[ChatMessage]:
+    turns = [
+        ChatMessage(role, f"{number:04} {role[0]}".ljust(num_chars, "."))
+        for number in range(num_turns)
+        for role in ("user", "assistant")
+    ]
+    return [ChatMessage("system", "Be kind."), *turns, ChatMessage("user", "And now?")]
+
+
+@pytest.mark.parametrize(("num_turns", "num_chars"), [(100, 100), (1000, 300), (1000, 100)])
+def test_the_oldest_turns_of_a_conversation_that_is_far_too_long_are_left_out(
+    num_turns: int, num_chars: int
+) -> None:
+    counting = Counting(1)
+    messages = long_conversation(num_turns, num_chars)
+    prompt = builder(counting).build(messages, reply_len=10, overflow="drop_oldest")
+    assert 1000 < len(prompt.token_ids) <= MAX_CONTEXT - 10
+    assert messages[1 + prompt.num_dropped].role == "user"
+    # What cannot fit is not encoded: all streams wait meanwhile.
+    assert counting.num_chars < 6 * MAX_CONTEXT
+
+
+def test_a_growing_conversation_that_is_far_too_long_keeps_its_beginning() -> None:
+    build = builder(Counting(2)).build
+    cuts = [
+        build(long_conversation(num_turns, 60), reply_len=10, overflow="drop_oldest").num_dropped
+        for num_turns in range(400, 440)
+    ]
+    assert cuts == sorted(cuts)
+    assert len(set(cuts)) <= 12
+
+
+def test_turns_that_are_too_long_with_the_last_one_alone_are_refused() -> None:
+    messages = [*long_conversation(10, 100), ChatMessage("user", "1" * 100_000)]
+    with pytest.raises(PromptTooLongError, match="more than 2500 tokens"):
+        builder(Counting(1)).build(messages, reply_len=10, overflow="drop_oldest")

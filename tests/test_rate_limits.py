@@ -88,3 +88,18 @@ def test_the_number_of_owners_is_bounded(monkeypatch: Any) -> None:
         except RateLimitedError:
             assert owner in "abc"
     assert len(limits) == 3
+
+
+async def test_owners_who_owe_nothing_any_more_are_forgotten() -> None:
+    clock = Clock()
+    limits = RateLimits(Settings(max_sessions_per_minute=2, max_messages_per_s=50), clock)
+    for number in range(500):  # a call every 30 s
+        limits.check_session("account")
+        await limits.pacer(f"phone twilio CA{number}")(100)
+        clock.now_s += 30.0
+    assert len(limits) <= 3
+    limits.check_session("account")
+    limits.check_session("account")
+    limits.check_session("other")
+    with pytest.raises(RateLimitedError):  # what is owed is remembered
+        limits.check_session("account")

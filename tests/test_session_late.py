@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from app.conversation.events import (
 from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
+from llm_core import ChatMessage, GenerationEvent, SamplingParams
 from tests.fake_engines import ShortContextEngine
 from tests.fakes import ScriptedEngine, settle, silence, voice
 from tests.session_call import call
@@ -162,6 +166,57 @@ async def test_what_is_forgotten_is_summed_up_if_asked_for() -> None:
         assert answers[-1][0].content.endswith(
             "Earlier in this conversation: A reply of some words."
         )
+
+
+async def test_no_answer_waits_for_the_room_that_is_made_for_later_ones() -> None:
+    engine = ShortContextEngine(400, "A reply of some words.")
+    async with call(engine) as c:
+        engine.prefill_gate.clear()  # a model that reads for seconds
+        for number in range(5):
+            await c.session.add_item(said(f"Question number {number}"))
+            await c.session.create_response()
+            await c.clock.advance(3)
+        assert [e.response.status for e in c.out.of(ResponseDone)] == ["completed"] * 5
+        assert len(engine.prefills) == 5  # after each answer it is begun again
+        engine.prefill_gate.set()
+        await settle()
+        assert len(engine.dropped_by_prefill) == 1
+
+
+class SlowlySummingEngine(ShortContextEngine):
+    """Sums up when the test says so."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_asked = 0
+        self.may_sum = asyncio.Event()
+
+    async def generate(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        if messages[0].content.startswith("Sum up"):
+            self.num_asked += 1
+            await self.may_sum.wait()
+        async with aclosing(super().generate(messages, params, **options)) as events:
+            async for event in events:
+                yield event
+
+
+async def test_what_is_not_summed_up_yet_is_not_forgotten() -> None:
+    engine = SlowlySummingEngine(400, "A reply of some words.")
+    async with call(engine, settings={"summarise_forgotten": True}) as c:
+        number = 0
+        while engine.num_asked < 2:  # the second time because the caller spoke the first time
+            await c.session.add_item(said(f"Question number {number}"))
+            await c.session.create_response()
+            await c.clock.advance(3)
+            number += 1
+        assert c.messages()[0].content == "Question number 0"
+        engine.may_sum.set()
+        await c.clock.advance(3)
+        assert c.session.history.summary == "A reply of some words."
+        assert "user: Question number 0" in engine.requests[-1][1].content
+        assert "Question number 0" not in [m.content for m in c.messages()]
 
 
 async def test_a_session_that_may_forget_nothing_is_not_cut_in_advance() -> None:

@@ -128,7 +128,8 @@ class RealtimeConnection:
             await self._send(_internal_error(errors, None))
             await self._channel.close(1011, "internal error")
         finally:
-            self._session = None
+            async with self._turnstile:  # an attached client's event is handled to its end
+                self._session = None
             await side.close()
             await session.close()
             for channel in [*self._attached]:
@@ -221,6 +222,8 @@ class RealtimeConnection:
             if self._pace is not None:
                 await self._pace(len(message))
             async with self._turnstile:
+                if self._session is None:  # what an attached client starts now, nobody would end
+                    return
                 await self._handle(session, channel, message, received_ns)
 
     async def _handle(

@@ -26,26 +26,40 @@ class Ahead:
 
     def __init__(self) -> None:
         self._work: asyncio.Task[None] | None = None
+        self._can_wait = False  # the work
+        self._replaced: set[asyncio.Task[None]] = set()  # cancelled, and not over yet
         self._answer: Turn | None = None
         self._wasted_answers = 0
         self._wasted_tokens = 0
 
     @property
     def work(self) -> asyncio.Task[None] | None:
-        """The running work, unless it is the one that asks."""
-        return None if self._work is asyncio.current_task() else self._work
+        """What the next answer should wait for, unless it is the one that asks."""
+        return None if self._can_wait or self._work is asyncio.current_task() else self._work
 
     @property
     def is_idle(self) -> bool:
         """No work is running."""
         return self._work is None or self._work.done()
 
-    def do(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` instead of what runs now. Its failure is its own: it only saves time."""
-        if self._work is not None:
+    def do(self, work: Coroutine[Any, Any, None], *, can_wait: bool = False) -> None:
+        """Run ``work`` instead of what runs now. Its failure is its own: it only saves time.
+
+        ``can_wait``: it is for later turns, and ``put_off`` ends it.
+        """
+        if self._work is not None and not self._work.done():
             self._work.cancel()
+            self._replaced.add(self._work)
+            self._work.add_done_callback(self._replaced.discard)
+        self._can_wait = can_wait
         self._work = asyncio.create_task(work)
         self._work.add_done_callback(_note_failure)
+
+    def put_off(self) -> None:
+        """An answer is asked for: work that can wait must not hold it up. What the model has read
+        by now it need not read again."""
+        if self._can_wait and self._work is not None:
+            self._work.cancel()
 
     async def hold(self, answer: Turn) -> None:
         """Begin an answer that may be wanted soon, in place of the one that is held now."""
@@ -80,9 +94,12 @@ class Ahead:
 
     async def close(self) -> None:
         """Stop everything; returns when nothing is left."""
+        running = set(self._replaced)
         if self._work is not None:
             self._work.cancel()
-            await asyncio.wait([self._work])
+            running.add(self._work)
+        if running:
+            await asyncio.wait(running)
         await self.discard()
 
     def take_wasted(self) -> dict[str, int]:

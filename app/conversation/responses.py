@@ -98,6 +98,7 @@ class Responses:
         """Answer now, if need be with what is held. ``heard``: the record of the spoken turn that
         is answered; None: there is none."""
         turn = None
+        self._ahead.put_off()
         if request == ResponseRequest():
             turn = await self._ahead.take(self._config, self.prompt())
         else:
@@ -134,7 +135,8 @@ class Responses:
             self.running = None
             actions = self._dialog.feed(ResponseFinished())
             if self._ahead.is_idle:
-                self._ahead.do(tend(self._services, self._config, self._history))
+                tending = tend(self._services, self._config, self._history)
+                self._ahead.do(tending, can_wait=True)
         await self._sink(ResponseDone(turn.response))
         log.info("turn ended", extra=turn_fields(self._services.settings, traced))
         if self._config.send_traces:

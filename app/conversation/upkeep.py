@@ -2,7 +2,8 @@
 
 The model's context is short, and making room costs: the prompt has a new beginning then, and all of
 it is read again, for seconds. So room for the next turn is made, and the prompt read, while the
-caller still listens.
+caller still listens. Whoever does not wait so long is answered first, and it is done after that
+answer.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ async def tend(services: Services, config: SessionConfig, history: History) -> N
         if not dropped:
             return
         log.info("the model's context has no more room for %d messages", len(dropped))
+        if not services.settings.summarise_forgotten:
+            history.forget_oldest(dropped)
+            return
+        # Both at once: who speaks meanwhile ends this, and what is forgotten would be lost.
+        summary = await _summary(services.engine, history.summary, dropped)
         history.forget_oldest(dropped)
-        if services.settings.summarise_forgotten:
-            history.summary = await _summary(services.engine, history.summary, dropped)
-            await _read(services, config, history)
+        history.summary = summary
+        await _read(services, config, history)
     except LlmError as error:
         # Only a head start is lost; the next turn meets the same error and reports it.
         log.info("reading ahead failed: %s", error)
