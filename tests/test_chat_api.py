@@ -169,6 +169,23 @@ async def test_calls_of_tools(tmp_path: Path) -> None:
     assert text["message"]["content"] == f"One moment. {CALL}"
 
 
+async def test_a_model_that_repeats_its_call_has_made_it_once(tmp_path: Path) -> None:
+    engine = ScriptedEngine("\n".join([CALL] * 100))
+    async with serving(tmp_path, engine) as client:
+        body = (await ask(client, tools=TOOLS)).json()
+        *chunks, counts, _ = await stream(
+            client, tools=TOOLS, stream_options={"include_usage": True}
+        )
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert len(choice["message"]["tool_calls"]) == 1 and not choice["message"]["content"]
+    indices = {c["index"] for k in chunks for c in k["choices"][0]["delta"].get("tool_calls", [])}
+    assert indices == {0}
+    num_words = 2 * len(CALL.split())  # the engine says a word a token
+    assert body["usage"] == counts["usage"] and counts["usage"]["prompt_tokens"] == 10
+    assert 0 < counts["usage"]["completion_tokens"] <= num_words
+
+
 async def test_a_call_alone_has_no_content(tmp_path: Path) -> None:
     async with serving(tmp_path, ScriptedEngine(CALL, "")) as client:
         assert (await ask(client, tools=TOOLS)).json()["choices"][0]["message"]["content"] is None

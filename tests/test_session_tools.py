@@ -167,6 +167,16 @@ async def test_parallel_calls_stand_in_one_message() -> None:
         assert (first.content, second.content) == ("out 1", "out 0")
 
 
+async def test_a_model_that_repeats_its_call_has_made_it_once() -> None:
+    engine = ScriptedEngine(" ".join([calls("weather", a=1), *[calls("weather", a=2)] * 50]))
+    async with call(engine, tools=(WEATHER,), parallel_tool_calls=True) as c:
+        await ask(c, "Hi", modality="text")
+        (done,) = c.out.of(ResponseDone)
+        assert done.response.status == "completed" and engine.num_running == 0
+        made = [item.call.arguments for item in done.response.output if item.call]
+        assert made == ['{"a": 1}', '{"a": 2}']
+
+
 async def test_a_call_cut_short_is_incomplete() -> None:
     cut = calls("weather", city="Oslo")[:-16]
     async with call(ScriptedEngine(cut), tools=(WEATHER,)) as c:

@@ -106,8 +106,10 @@ class Calling:
 
     @property
     def has_enough(self) -> bool:
-        """A whole call is there, and the session allows one at a time only."""
-        return self._num_whole > 0 and not self._config.parallel_tool_calls
+        """A whole call is there and the session allows one at a time only, or the model has begun
+        to make the same calls again."""
+        is_repeating = self._parser is not None and self._parser.is_repeating
+        return is_repeating or (self._num_whole > 0 and not self._config.parallel_tool_calls)
 
     async def feed(self, text: str, take: Take, take_rest: TakeRest) -> None:
         """More of the reply. Words go to ``take``; before a call, ``take_rest`` ends them."""
