@@ -90,7 +90,7 @@ class ToolCallParser:
             return []
         self._pending += text
         events: list[ToolEvent] = []
-        while self._pending and not self.is_repeating and self._read(events):
+        while self._pending and self._read(events):
             pass
         return _joined(events)
 
@@ -227,6 +227,7 @@ class ToolCallParser:
         if is_complete and call in self._made:
             self.num_calls -= 1
             self.is_repeating = True
+            self._pending = ""
             return
         self._let_go(events)
         if is_complete:

@@ -16,7 +16,7 @@ from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K
 from tests.openai_events import check_server_event
 
 SETTINGS = Settings(instructions="Be kind.", vad_silence_ms=450)
-NAMES = Names.of(SETTINGS)
+NAMES = Names.of(SETTINGS, ("en",))
 
 
 def refused_update(**session: Any) -> tuple[str, str | None]:

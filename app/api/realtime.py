@@ -93,7 +93,7 @@ class RealtimeConnection:
         # Events come from several clients, and audio beside them; the session takes one at a time.
         self._turnstile = asyncio.Lock()
         self._services = services
-        self._names = Names.of(services.settings)
+        self._names = Names.of(services.settings, services.recognition.languages)
         server_tools = services.tools.names
         self._state = SessionState(services.settings, self._names, model, server_tools)
         self._mapper = WireMapper(f"conv_{secrets.token_hex(10)}", self._speaker())

@@ -19,7 +19,7 @@ from app.api.realtime_fields import (
     to_client_error,
     unsupported,
 )
-from app.api.realtime_names import Names
+from app.api.realtime_names import Names, check_language, language_code
 from app.errors import ClientError
 
 OutputFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
@@ -54,11 +54,6 @@ class TranscriptionForm(WireModel):
     chunking_strategy: Annotated[
         str | None, only(None, "auto", what="Only 'auto': files are cut at pauses.")
     ] = None
-
-    @property
-    def main_language(self) -> str | None:
-        """``language`` without its country: "en" for "en-US"."""
-        return self.language.lower().split("-")[0] if self.language else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +116,7 @@ def parse_transcription(
     lines = form.response_format in ("srt", "vtt") or (is_verbose and granularities != {"word"})
     return TranscriptionRequest(
         content=content,
-        language=form.main_language,
+        language=None if form.language is None else language_code(form.language),
         prompt=form.prompt,
         response_format=form.response_format,
         wants_words="word" in granularities,
@@ -153,9 +148,5 @@ def _check_names(form: TranscriptionForm, names: Names) -> None:
             f"{names.transcriber!r}, for which OpenAI's names ('whisper-1') stand as well.",
             param="model",
         )
-    if names.english_only and (form.main_language or "en") not in ("en", "english"):
-        raise ClientError(
-            f"Unsupported value for 'language': {names.transcriber!r} knows English only.",
-            code="unsupported_value",
-            param="language",
-        )
+    if form.language is not None:
+        check_language(names, form.language, "language")
