@@ -119,7 +119,7 @@ def create_app(
     _add_gauges(app, services)
     names = Names.of(settings, services.recognition.languages)
     app.include_router(client_secrets_router(settings, names, services.tools.names))
-    app.include_router(models_router(services.engine))
+    app.include_router(models_router(services.engine, names))
     defaults = ChatDefaults(settings.temperature, settings.top_p, settings.repetition_penalty)
     app.include_router(chat_router(services.engine, defaults))
     app.include_router(audio_router(services))

@@ -215,21 +215,6 @@ async def test_forms_are_checked(
             assert error["type"] == "invalid_request_error"
 
 
-async def test_a_file_of_a_language_that_is_not_known(tmp_path: Path) -> None:
-    recognizer = ScriptedRecognizer(*["Hola."] * 4)
-    recognizer.languages = ("en", "es", "pt")
-    async with serving(tmp_path, recognizer) as client:
-        for language in ("es", "pt-BR", "pt_BR", "English"):
-            assert (await transcribe(client, language=language)).status_code == 200
-        assert recognizer.told == ["es", "pt", "pt", "en"]
-        for language in ("xx", "spanish", "  "):
-            response = await transcribe(client, language=language)
-            error = error_of(response)
-            assert response.status_code == 400, language
-            assert (error["code"], error["param"]) == ("unsupported_value", "language")
-            assert error["message"].endswith("knows en, es, pt.")
-
-
 @pytest.mark.parametrize(
     ("content", "status", "code"),
     [

@@ -196,7 +196,18 @@ async def test_models(tmp_path: Path) -> None:
     async with serving(tmp_path, ScriptedEngine("Hi")) as client:
         listed = (await client.get("/v1/models")).json()
         assert listed["object"] == "list"
-        assert [model["id"] for model in listed["data"]] == ["scripted", "parley"]
+        assert [(model["id"], model["task"]) for model in listed["data"]] == [
+            ("scripted", "text-generation"),
+            ("parley", "text-generation"),
+            ("whisper-tiny.en", "automatic-speech-recognition"),
+            ("piper-en_US-joe-medium", "text-to-speech"),
+        ]
+        assert [model.get("max_model_len") for model in listed["data"]] == [1000, 1000, None, None]
+        for model in listed["data"]:
+            assert (await client.get(f"/v1/models/{model['id']}")).json() == model
+        for name, own in (("whisper-1", 2), ("tts-1", 3)):
+            task = (await client.get(f"/v1/models/{name}")).json()["task"]
+            assert task == listed["data"][own]["task"]
         assert (await client.get("/v1/models/scripted")).json()["object"] == "model"
         for name in ("scripted", "parley", "gpt-4o-mini", "gpt-5"):
             assert (await ask(client, model=name)).status_code == 200
