@@ -184,6 +184,47 @@ async def test_a_line_that_cannot_be_mended_says_how_long_it_is_tried(
         await expect(countdown).not_to_have_text(first or "")
 
 
+async def test_a_server_that_is_gone_is_noticed_before_the_browser_does(
+    open_page: OpenPage, words: Path
+) -> None:
+    async with serving(STORY) as server:
+        page = await open_page(server.url, microphone=words)
+        await page.click("#start")
+        await expect(page.locator("#status")).to_have_text("Speaking")
+        # As when the server's process was killed: no packet comes, and nobody answers.
+        await page.route(re.compile("/healthz|/v1/realtime/calls"), lambda route: route.abort())
+        await asyncio.sleep(2.5)
+        await expect(page.locator("#notice-title")).to_be_hidden()  # as long as packets come
+        await page.evaluate(
+            "import('/app.js').then(({page}) => { page.connection.counts = async () => null; })"
+        )
+        await expect(page.locator("#notice-title")).to_have_text("The line broke", timeout=3_400)
+
+
+async def test_a_spell_without_packets_is_not_the_end_of_a_call(
+    open_page: OpenPage, words: Path
+) -> None:
+    async with serving(STORY) as server:
+        page = await open_page(server.url, microphone=words)
+        await page.click("#start")
+        await expect(page.locator("#status")).to_have_text("Speaking")
+        asked = asyncio.Event()
+        page.on("request", lambda request: "healthz" in request.url and asked.set())
+        freeze = """async (isFrozen) => {
+            const { page } = await import("/app.js");
+            const line = page.connection;
+            line.found ??= line.counts;
+            const last = await line.found();
+            line.counts = isFrozen ? async () => last : line.found;
+        }"""
+        await page.evaluate(freeze, True)
+        await asyncio.wait_for(asked.wait(), 10)
+        await page.evaluate(freeze, False)
+        await asyncio.sleep(1.5)
+        await expect(page.locator("#notice-title")).to_be_hidden()
+        assert server.num_sessions == 1
+
+
 async def test_push_to_talk(open_page: OpenPage, words: Path) -> None:
     async with serving("Sure.", heard="Hold the line.") as server:
         page = await open_page(server.url, microphone=words)
