@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, StringConstraints, ValidationError
 
-from app.api.http_body import BodyTooLargeError
+from app.api.http_body import BodyTooLargeError, MediaTypeError
 from app.api.models import UnknownModelError
 from app.api.multipart import FormField, form_fields
 from app.api.realtime_fields import (
@@ -74,9 +74,8 @@ def parse_transcription(
 ) -> TranscriptionRequest:
     """Raises ClientError, naming the parameter."""
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
-        raise ClientError(
-            "Send the file as multipart/form-data with the fields 'file' and 'model'.",
-            code="unsupported_media_type",
+        raise MediaTypeError(
+            "Send the file as multipart/form-data with the fields 'file' and 'model'."
         )
     content: bytes | None = None
     values: dict[str, Any] = {}
