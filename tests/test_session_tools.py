@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import SessionConfig, Tool, ToolChoice
 from app.conversation.tools import ToolBox, ToolError, tool
 from app.errors import ClientError
-from llm_core import ChatMessage, ToolGuide
+from llm_core import ChatMessage, RegexGuide, ToolGuide
 from tests.fakes import ScriptedEngine, recent, settle, silence, voice
 from tests.session_call import Call, call
 
@@ -229,7 +230,11 @@ async def test_the_model_does_not_call_for_ever() -> None:
         (done,) = c.out.of(ResponseDone)
         assert clockwork.begun == ["cat", "dog"]
         assert [bool(request[0].tools) for request in engine.requests] == [True, True, False]
-        assert engine.params[-1].guide is None
+        words = engine.params[-1].guide
+        assert isinstance(words, RegexGuide), "it can say no call, and not nothing"
+        assert re.fullmatch(words.pattern, "A cat, and\na dog.")
+        for wrong in ("", calls("look", what="cow"), " " + calls("look"), '{"name": "look"}'):
+            assert not re.fullmatch(words.pattern, wrong)
         assert done.response.output[-1].call.error == "too many calls in one answer"
         assert engine.num_running == 0
 
