@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -223,6 +224,46 @@ async def test_a_spell_without_packets_is_not_the_end_of_a_call(
         await asyncio.sleep(1.5)
         await expect(page.locator("#notice-title")).to_be_hidden()
         assert server.num_sessions == 1
+
+
+async def test_settings_that_are_taken_back_are_the_servers_again(open_page: OpenPage) -> None:
+    async with serving("Sure.", instructions="Be brief.", vad_silence_ms=700) as server:
+        page = await open_page(server.url, microphone=None)
+        updates: list[dict[str, Any]] = []
+
+        def note(frame: str | bytes) -> None:
+            event = json.loads(frame)
+            if event["type"] == "session.update":
+                updates.append(event["session"])
+
+        page.on("websocket", lambda socket: socket.on("framesent", note))
+
+        async def choose(turns: str, instructions: str) -> None:
+            await page.get_by_role("button", name="Settings").click()
+            dialog = page.get_by_role("dialog", name="Settings")
+            await dialog.get_by_label("Connection").select_option("websocket")
+            await dialog.get_by_label("Your turn ends").select_option(turns)
+            await dialog.get_by_label("Instructions").fill(instructions)
+            await page.get_by_role("button", name="Done").click()
+
+        async def is_told(instructions: str) -> bool:
+            count = len(server.engine.requests)
+            await page.fill("#message", "Hello")
+            await page.keyboard.press("Enter")
+            await until(lambda: has_more_than(count))
+            return bool(server.engine.requests[-1][0].content == instructions)
+
+        async def has_more_than(count: int) -> bool:
+            return len(server.engine.requests) > count
+
+        await choose("server_vad", "You are a pirate.")
+        assert await is_told("You are a pirate.")
+        await choose("server", "")
+        assert await is_told("Be brief.")
+        heard = [update["audio"]["input"] for update in updates if "audio" in update]
+        kinds = [one["turn_detection"]["type"] for one in heard]
+        assert kinds == ["server_vad", "semantic_vad"]
+        assert await page.locator(".message-you").count() == 2, "it is the same conversation"
 
 
 async def test_push_to_talk(open_page: OpenPage, words: Path) -> None:
