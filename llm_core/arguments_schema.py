@@ -14,6 +14,7 @@ from typing import Any
 _COMBINES = frozenset(("allOf", "not", "if", "dependentSchemas", "$dynamicRef"))
 _BRINGS = frozenset(("anyOf", "oneOf", "$ref"))
 _SAYS_ITSELF = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+_SAYS_NOTHING = frozenset(("type", "title", "description", "$schema", "strict"))
 # Keywords that hold schemas by names; alone or in lists.
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _OTHERS = (
@@ -25,10 +26,14 @@ _OTHERS = (
 def close_objects(schema: Any) -> None:
     """Changes ``schema`` (parsed JSON): objects that name their properties have no others.
 
-    An object that names none, and one that says itself what else it may have, stays as it is. So
-    does the whole of a schema in which some object takes properties from elsewhere, too: what is
-    shut out in one place could be asked for in the other.
+    An object that names none, and one that says itself what else it may have, stays as it is; but
+    the whole, the arguments, has none where nothing is said of them. A schema in which some object
+    takes properties from elsewhere, too, stays as it is: what is shut out in one place could be
+    asked for in the other.
     """
+    says_nothing = isinstance(schema, dict) and schema.keys() <= _SAYS_NOTHING
+    if says_nothing and schema.setdefault("type", "object") == "object":
+        schema["additionalProperties"] = False
     found = list(_schemas(schema))
     if any(_COMBINES & one.keys() for one in found):
         return

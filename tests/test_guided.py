@@ -117,6 +117,10 @@ def test_arguments_are_those_that_are_declared() -> None:
     assert not takes(pizza, '{"kind": "x", "size": 1}')
     nothing: dict[str, Any] = {"type": "object", "properties": {}}
     assert takes(nothing, "{}") and not takes(nothing, '{"value": 1}')
+    for said in ({}, {"type": "object"}, {"type": "object", "description": "none"}):
+        assert takes(said, "{}") and not takes(said, '{"value": 1}')
+    free = {"type": "object", "properties": {"a": {"type": "object"}}}
+    assert takes(free, '{"a": {"b": 1}}') and not takes(free, '{"b": 1}')
     nested = {"type": "object", "properties": {"a": {"type": "array", "items": pizza}}}
     assert takes(nested, '{"a": [{"kind": "x"}]}') and not takes(nested, '{"a": [{"b": 1}]}')
 
@@ -142,7 +146,7 @@ def test_references_inside_the_parameters_of_a_tool() -> None:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"type": "object"},
+        {"type": "object", "additionalProperties": True},
         {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
         {
             "type": "object",
