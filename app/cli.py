@@ -66,10 +66,6 @@ cli = typer.Typer(
 cli.add_typer(models_app, name="models")
 cli.add_typer(bench_app, name="bench")
 cli.add_typer(traces_app, name="traces")
-cli.command()(quantize)
-cli.command()(distill)
-cli.command()(shorten)
-cli.command()(train_eagle)
 
 
 def _show_version(wanted: bool) -> None:
@@ -348,6 +344,13 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# Help lists commands in this order: what everybody needs stands above.
+cli.command()(shorten)
+cli.command()(quantize)
+cli.command()(distill)
+cli.command()(train_eagle)
 
 
 @cli.command()

@@ -127,6 +127,11 @@ class Settings(BaseSettings):
 
     llm_model: str = "package:smollm2-135m-instruct"
     asr_model: str = "package:whisper-tiny.en"
+    asr_language: str = Field(
+        default="",
+        description="that callers speak, as es or en-US, in sessions that name none; empty: a "
+        "multilingual recogniser decides",
+    )
     tts_model: str = "package:piper-en_US-joe-medium"
     turn_model: str = Field(
         default="",

@@ -89,7 +89,11 @@ async def build_services(
             async with asyncio.TaskGroup() as loading:
                 paths = _Paths(settings, workers)
                 engine = loading.create_task(load_engine(settings, tools, paths.of, stack))
-                make_recognizer = partial(Recognizer, num_threads=settings.asr_threads)
+                make_recognizer = partial(
+                    Recognizer,
+                    num_threads=settings.asr_threads,
+                    language=settings.asr_language or None,
+                )
                 recognizer = loading.create_task(
                     _loaded(settings.asr_model, make_recognizer, paths, workers)
                 )

@@ -396,7 +396,10 @@ def connect_error(url: str, error: Exception, *, has_key: bool) -> ConnectError:
 def _tls_error(url: str, error: ssl.SSLError | ConnectionResetError) -> ConnectError:
     """An SSLError's errno is OpenSSL's, not the system's."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return ConnectError(f"the certificate of {url} is not trusted: {error.verify_message}")
+        return ConnectError(
+            f"the certificate of {url} is not trusted: {error.verify_message} (if it is your own, "
+            "name its file in the environment variable SSL_CERT_FILE)"
+        )
     plain = urlunsplit(("http", urlsplit(url).netloc, "", "", ""))
     if isinstance(error, ConnectionResetError | ssl.SSLEOFError):
         return ConnectError(

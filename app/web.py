@@ -30,7 +30,7 @@ from app.api.metrics import metrics_router
 from app.api.models import models_router
 from app.api.phone import PhoneDesk, add_phone
 from app.api.realtime import MakeSession, RealtimeConnection
-from app.api.realtime_names import OWN_NAME, is_beta
+from app.api.realtime_names import OWN_NAME, Names, is_beta
 from app.api.realtime_wire import Wire, error_event
 from app.api.traces import traces_router
 from app.auth import (
@@ -118,8 +118,9 @@ def create_app(
     app.include_router(traces_router(services.traces))
     app.include_router(metrics_router(services))
     _add_gauges(app, services)
-    app.include_router(client_secrets_router(settings, services.tools.names))
-    app.include_router(models_router(services.engine))
+    names = Names.of(settings, services.recognition.languages)
+    app.include_router(client_secrets_router(settings, names, services.tools.names))
+    app.include_router(models_router(services.engine, names))
     defaults = ChatDefaults(settings.temperature, settings.top_p, settings.repetition_penalty)
     app.include_router(chat_router(services.engine, defaults))
     app.include_router(audio_router(services))

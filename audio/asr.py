@@ -105,6 +105,11 @@ class Recognizer:
         self._vad = VadModel()
         self.language = self._decoder.check_language(language)
 
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The codes of the languages that the model knows, in order: ("en",), or some hundred."""
+        return self._decoder.languages
+
     def warm_up(self) -> None:
         """Runs every part once, so that the first caller does not pay for lazy set-up (~0.1 s)."""
         noise = np.random.default_rng(0).normal(0.0, 0.01, SPEECH_RATE).astype(np.float32)

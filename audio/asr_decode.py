@@ -65,6 +65,11 @@ class WhisperDecoder:
         self.is_multilingual: bool = self._whisper.model.is_multilingual
         self._tokenizer_of = lru_cache(maxsize=8)(self._make_tokenizer)
 
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The codes of those that it knows, in order; ("en",) of an English-only model."""
+        return tuple(sorted(self._whisper.supported_languages))
+
     def check_language(self, language: str | None) -> str | None:
         """The model's code for ``language`` ("en", "en-US", "DE", "english"); None stays None
         (detect).

@@ -59,13 +59,23 @@ def read_speech(
             if num_samples > max_s * SPEECH_RATE:
                 raise AudioFormatError(f"the recording is longer than {max_s:g} s")
     except av.FFmpegError as error:
-        raise AudioFormatError(f"the recording cannot be decoded: {error.strerror}") from error
+        raise AudioFormatError(_broken(num_samples / SPEECH_RATE, error)) from error
     if not num_samples:
         raise AudioFormatError("there is no sound in the recording")
     samples = np.concatenate(blocks)
     if not np.isfinite(samples).all():
         raise AudioFormatError("the recording holds samples that are not finite numbers")
     return np.clip(samples, -1.0, 1.0, out=samples)
+
+
+def _broken(good_s: float, error: av.FFmpegError) -> str:
+    """What is wrong with a recording that was decoded as far as ``good_s``."""
+    if good_s < 0.1:
+        return f"the recording cannot be decoded: {error.strerror}"
+    return (
+        f"the recording is damaged after {good_s:.1f} s: what stands there cannot be decoded "
+        f"({error.strerror})"
+    )
 
 
 def _blocks(content: bytes) -> Iterator[Samples]:
@@ -104,14 +114,16 @@ def _frames(
     container: InputContainer, stream: AudioStream, *, passes_over: bool
 ) -> Iterator[AudioFrame]:
     """Of ``stream``, in order. ``passes_over``: without packets that cannot be decoded, as long as
-    more can. Raises av.FFmpegError."""
+    more can. Else only the last may be such a packet, where the file is cut off: what there is of a
+    recording is taken, as where the cut is between two. Raises av.FFmpegError."""
     num_decoded = num_lost = 0
-    for packet in container.demux(stream):
+    packets = container.demux(stream)
+    for packet in packets:
         try:
             frames = packet.decode()
         except av.FFmpegError:
             num_lost += 1
-            if not passes_over:
+            if not passes_over and (not num_decoded or any(more.size for more in packets)):
                 raise
             continue
         num_decoded += 1

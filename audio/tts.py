@@ -263,6 +263,8 @@ def _joined(parts: Iterable[Samples]) -> Samples:
 
 
 def _config(voice: Path) -> PiperConfig:
+    if voice.is_dir():
+        raise ModelError(f"{voice} is a folder: name the file of the voice in it, *.onnx")
     config_path = voice.with_name(voice.name + ".json")
     for path in (voice, config_path):
         if not path.is_file():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llm_core.arguments_schema import close_objects, move_references
 from llm_core.errors import InvalidRequestError
 from llm_core.messages import (
     ChoiceGuide,
@@ -24,6 +25,7 @@ from llm_core.messages import (
     RegexGuide,
     ToolFormat,
     ToolGuide,
+    ToolSpec,
 )
 from llm_core.sampler import BoolRow
 from llm_core.tokenizer import Tokenizer
@@ -233,12 +235,12 @@ def _tool_rules(guide: ToolGuide, tool_format: ToolFormat) -> str:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.name},
-                    arguments: _schema(tool.parameters, f"tools: {tool.name}: parameters"),
+                    arguments: _arguments(tool, f"/anyOf/{at}/properties/{arguments}"),
                 },
                 "required": ["name", arguments],
                 "additionalProperties": False,
             }
-            for tool in guide.tools
+            for at, tool in enumerate(guide.tools)
         ]
     }
     call = _json(calls, strict=all(tool.strict for tool in guide.tools))
@@ -256,6 +258,14 @@ def _tool_rules(guide: ToolGuide, tool_format: ToolFormat) -> str:
         f"start: {calls_in_text} TEXT\nTEXT: /(.|\\n)*/\n"
         f'begin[lazy]: TEXT "<tool_call>"\ncall: begin {body}'
     )
+
+
+def _arguments(tool: ToolSpec, pointer: str) -> Any:
+    """Their schema, for that place of the whole."""
+    schema = _schema(tool.parameters, f"tools: {tool.name}: parameters")
+    close_objects(schema)
+    move_references(schema, pointer)
+    return schema
 
 
 def _json_guide(guide: JsonGuide) -> str:

@@ -3,6 +3,10 @@
 ``hermes``: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>`` anywhere in the text, or a
 list of such objects inside the tags. ``llama3``: the reply begins with
 ``{"name": "f", "parameters": {...}}``. What looks like a call and is none comes out as text.
+
+Small models that may make several calls make the same one until there is no room for more. So a
+reply is over at a call that repeats one of its own word for word: what was asked for once would be
+done a hundred times.
 """
 
 from __future__ import annotations
@@ -57,12 +61,18 @@ ToolEvent = ToolText | ToolCallStart | ToolArguments | ToolCallEnd
 class ToolCallParser:
     """Feed it a reply's text as it comes, then ``flush``.
 
-    Joined, the texts and the arguments do not depend on how the reply was cut.
+    Joined, the texts and the arguments do not depend on how the reply was cut. A call that may
+    become the repetition of another is held back until it differs. If it never does, nothing is
+    told of it, ``is_repeating`` is set, and all that follows is passed over.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
         """``names``: the tools that were offered; a call of another is text."""
         self.num_calls = 0
+        self.is_repeating = False
+        self._made: set[tuple[str, str]] = set()  # names and arguments of whole calls
+        self._arguments = ""  # of the call that is being read, as far as it is
+        self._held: list[ToolEvent] | None = None  # its events, while it repeats another
         self._is_tagged = tool_format == "hermes"
         self._names = frozenset(names)
         self._pending = ""  # text that is not decided yet
@@ -76,6 +86,8 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[ToolEvent]:
         """What is certain after ``text``."""
+        if self.is_repeating:
+            return []
         self._pending += text
         events: list[ToolEvent] = []
         while self._pending and self._read(events):
@@ -84,9 +96,12 @@ class ToolCallParser:
 
     def flush(self) -> list[ToolEvent]:
         """The rest, when the reply has ended."""
+        if self.is_repeating:
+            return []
         rest, self._pending = self._pending, ""
         if self._scanner is not None and self._is_started:
-            return [ToolCallEnd(self.num_calls - 1, is_complete=False)]
+            events = _joined(self._held or [])
+            return [*events, ToolCallEnd(self.num_calls - 1, is_complete=False)]
         if self._scanner is not None:
             rest = self._lead + self._scanner.raw
         elif self._read == self._read_between:
@@ -162,7 +177,7 @@ class ToolCallParser:
             if scanner.name is not None and not self._is_started:
                 self._start(scanner.name, events)
             if self._is_started and (delta := scanner.take_arguments()):
-                events.append(ToolArguments(self.num_calls - 1, delta))
+                self._add_arguments(scanner.name or "", delta, events)
             if scanner.is_done or scanner.is_failed or self._scanner is None:
                 self._pending = self._pending[at:]
                 self._end_call(scanner, events)
@@ -174,10 +189,33 @@ class ToolCallParser:
         if name not in self._names:
             self._scanner = None
             return
-        call_id = f"call_{secrets.token_hex(12)}"
-        events.append(ToolCallStart(self.num_calls, call_id, name))
+        start = ToolCallStart(self.num_calls, f"call_{secrets.token_hex(12)}", name)
         self._is_started = True
         self.num_calls += 1
+        self._arguments = ""
+        if self._repeats(name):
+            self._held = [start]
+        else:
+            events.append(start)
+
+    def _repeats(self, name: str) -> bool:
+        """So far this may be a call that was made before."""
+        return any(n == name and made.startswith(self._arguments) for n, made in self._made)
+
+    def _add_arguments(self, name: str, delta: str, events: list[ToolEvent]) -> None:
+        self._arguments += delta
+        more = ToolArguments(self.num_calls - 1, delta)
+        if self._held is None:
+            events.append(more)
+            return
+        self._held.append(more)
+        if not self._repeats(name):
+            self._let_go(events)
+
+    def _let_go(self, events: list[ToolEvent]) -> None:
+        """What was held back is no repetition."""
+        events += self._held or []
+        self._held = None
 
     def _end_call(self, scanner: CallScanner, events: list[ToolEvent]) -> None:
         self._scanner = None
@@ -185,6 +223,15 @@ class ToolCallParser:
             self._give_back(self._lead + scanner.raw, events)
             return
         is_complete = scanner.is_done and scanner.is_valid
+        call = (scanner.name or "", self._arguments)
+        if is_complete and call in self._made:
+            self.num_calls -= 1
+            self.is_repeating = True
+            self._pending = ""
+            return
+        self._let_go(events)
+        if is_complete:
+            self._made.add(call)
         events.append(ToolCallEnd(self.num_calls - 1, is_complete))
         self._lead = ""
         self._trims = True

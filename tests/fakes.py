@@ -118,9 +118,12 @@ _NO_STOP = EndMarks(-4.0, -6.0, -6.0, -2.0, -3.0, -1.0)
 class ScriptedRecognizer:
     """Hears the next of ``texts`` in every piece of audio; nothing in silence."""
 
+    languages: tuple[str, ...] = ("en",)
+
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
         self.heard_s: list[float] = []
+        self.told: list[str | None] = []  # the languages
         self.error: Exception | None = None
         self.locate_error: Exception | None = None
 
@@ -137,6 +140,7 @@ class ScriptedRecognizer:
         if self.error is not None:
             raise self.error
         self.heard_s.append(len(samples) / 16_000)
+        self.told.append(language)
         text = self.texts.pop(0) if self.texts else ""
         return Transcript(
             text=text,

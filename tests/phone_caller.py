@@ -16,6 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from app.api.phone import audiosocket
+from app.conversation.tools import ToolBox
 from app.phone_peers import PEERS, Goodbye, Mark, Message, Order, Peer, Play, new_call_id
 from app.server import create_app, listening
 from audio.codecs import decode, encode
@@ -47,7 +48,11 @@ class Server:
 
 @asynccontextmanager
 async def phone_server(
-    web_root: Path, *replies: str, texts: tuple[str, ...] = ("Hello?",) * 40, **settings: Any
+    web_root: Path,
+    *replies: str,
+    texts: tuple[str, ...] = ("Hello?",) * 40,
+    tools: ToolBox | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
     """Checks that nothing is left behind at its end."""
     tasks, fds = asyncio.all_tasks(), num_open_files()
@@ -61,7 +66,7 @@ async def phone_server(
         "max_sessions": 60,
         **settings,
     }
-    services = fake_services(engine, ScriptedRecognizer(*texts), **known)
+    services = fake_services(engine, ScriptedRecognizer(*texts), None, tools, **known)
     (web_root / "index.html").write_text("<!doctype html><title>Parley</title>")
     app = create_app(services.settings, services, web_root=web_root)
     phones = audiosocket(app.state.phone, services.settings)

@@ -235,7 +235,8 @@ async def test_files_are_checked(tmp_path: Path, content: bytes, status: int, co
 async def test_what_is_no_form(tmp_path: Path) -> None:
     async with serving(tmp_path, max_file_mb=0.1) as client:
         path = "/v1/audio/transcriptions"
-        assert error_of(await client.post(path, json={}))["code"] == "unsupported_media_type"
+        response = await client.post(path, json={})
+        assert (response.status_code, error_of(response)["code"]) == (415, "unsupported_media_type")
         without = {"content-type": "multipart/form-data"}
         response = await client.post(path, content=b"x", headers=without)
         assert error_of(response)["code"] == "missing_required_parameter"

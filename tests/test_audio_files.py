@@ -134,6 +134,24 @@ def test_a_recording_is_not_too_long(tmp_path: Path) -> None:
 def test_half_a_recording_is_what_there_is() -> None:
     content = of_soundfile("WAV", rate=16_000, channels=1)
     assert 15_000 < len(read_speech(content[: len(content) // 2], max_s=60)) <= 16_000
+    rng = np.random.default_rng(5)
+    out = io.BytesIO()
+    soundfile.write(out, rng.normal(0.0, 0.1, 32_000), 16_000, format="FLAC")
+    flac = out.getvalue()
+    for share in (0.5, 0.77, 0.999):
+        samples = read_speech(flac[: int(share * len(flac))], max_s=60)
+        # The frame in which it is cut off, of at most 4,608 samples, is lost.
+        assert share * 32_000 - 5_000 < len(samples) <= share * 32_000
+    with pytest.raises(AudioFormatError, match="cannot be decoded"):
+        read_speech(flac[:200], max_s=60)
+
+
+def test_damage_inside_a_recording_is_told_with_its_place() -> None:
+    content = bytearray(of_container("mp4", "aac"))
+    middle = len(content) // 2
+    content[middle : middle + 200] = bytes(200)
+    with pytest.raises(AudioFormatError, match="damaged after 1.0 s"):
+        read_speech(bytes(content), max_s=60)
 
 
 def test_a_film_without_sound() -> None:

@@ -169,6 +169,23 @@ async def test_calls_of_tools(tmp_path: Path) -> None:
     assert text["message"]["content"] == f"One moment. {CALL}"
 
 
+async def test_a_model_that_repeats_its_call_has_made_it_once(tmp_path: Path) -> None:
+    engine = ScriptedEngine("\n".join([CALL] * 100))
+    async with serving(tmp_path, engine) as client:
+        body = (await ask(client, tools=TOOLS)).json()
+        *chunks, counts, _ = await stream(
+            client, tools=TOOLS, stream_options={"include_usage": True}
+        )
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert len(choice["message"]["tool_calls"]) == 1 and not choice["message"]["content"]
+    indices = {c["index"] for k in chunks for c in k["choices"][0]["delta"].get("tool_calls", [])}
+    assert indices == {0}
+    num_words = 2 * len(CALL.split())  # the engine says a word a token
+    assert body["usage"] == counts["usage"] and counts["usage"]["prompt_tokens"] == 10
+    assert 0 < counts["usage"]["completion_tokens"] <= num_words
+
+
 async def test_a_call_alone_has_no_content(tmp_path: Path) -> None:
     async with serving(tmp_path, ScriptedEngine(CALL, "")) as client:
         assert (await ask(client, tools=TOOLS)).json()["choices"][0]["message"]["content"] is None
@@ -179,7 +196,18 @@ async def test_models(tmp_path: Path) -> None:
     async with serving(tmp_path, ScriptedEngine("Hi")) as client:
         listed = (await client.get("/v1/models")).json()
         assert listed["object"] == "list"
-        assert [model["id"] for model in listed["data"]] == ["scripted", "parley"]
+        assert [(model["id"], model["task"]) for model in listed["data"]] == [
+            ("scripted", "text-generation"),
+            ("parley", "text-generation"),
+            ("whisper-tiny.en", "automatic-speech-recognition"),
+            ("piper-en_US-joe-medium", "text-to-speech"),
+        ]
+        assert [model.get("max_model_len") for model in listed["data"]] == [1000, 1000, None, None]
+        for model in listed["data"]:
+            assert (await client.get(f"/v1/models/{model['id']}")).json() == model
+        for name, own in (("whisper-1", 2), ("tts-1", 3)):
+            task = (await client.get(f"/v1/models/{name}")).json()["task"]
+            assert task == listed["data"][own]["task"]
         assert (await client.get("/v1/models/scripted")).json()["object"] == "model"
         for name in ("scripted", "parley", "gpt-4o-mini", "gpt-5"):
             assert (await ask(client, model=name)).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -99,6 +100,82 @@ def test_required_calls() -> None:
     assert fits(ToolGuide(tools=TOOLS, required=True), f"{PARIS}\n{STOP}")
     only = ToolGuide(tools=TOOLS[1:], required=True)
     assert fits(only, STOP) and not fits(only, PARIS)
+
+
+def call_of(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
+def takes(parameters: dict[str, Any], arguments: str) -> bool:
+    tool = ToolSpec(name="f", parameters=json.dumps(parameters))
+    return fits(ToolGuide(tools=(tool,), required=True), call_of(arguments))
+
+
+def test_arguments_are_those_that_are_declared() -> None:
+    pizza = {"type": "object", "properties": {"kind": {"type": "string"}}}
+    assert takes(pizza, '{"kind": "x"}') and takes(pizza, "{}")
+    assert not takes(pizza, '{"kind": "x", "size": 1}')
+    nothing: dict[str, Any] = {"type": "object", "properties": {}}
+    assert takes(nothing, "{}") and not takes(nothing, '{"value": 1}')
+    for said in ({}, {"type": "object"}, {"type": "object", "description": "none"}):
+        assert takes(said, "{}") and not takes(said, '{"value": 1}')
+    free = {"type": "object", "properties": {"a": {"type": "object"}}}
+    assert takes(free, '{"a": {"b": 1}}') and not takes(free, '{"b": 1}')
+    nested = {"type": "object", "properties": {"a": {"type": "array", "items": pizza}}}
+    assert takes(nested, '{"a": [{"kind": "x"}]}') and not takes(nested, '{"a": [{"b": 1}]}')
+
+
+def test_references_inside_the_parameters_of_a_tool() -> None:
+    """As pydantic writes models of models; each tool has its own definitions."""
+
+    def order(kind: str) -> str:
+        pizza = {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        ref = {"$ref": "#/$defs/Pizza"}
+        properties = {"first": ref, "rest": {"type": "array", "items": {"anyOf": [ref]}}}
+        return json.dumps({"type": "object", "properties": properties, "$defs": {"Pizza": pizza}})
+
+    tools = (ToolSpec(name="g", parameters=order("a")), ToolSpec(name="f", parameters=order("b")))
+    guide = ToolGuide(tools=tools, required=True)
+    assert fits(guide, call_of('{"first": {"kind": "b"}, "rest": [{"kind": "b"}]}'))
+    assert not fits(guide, call_of('{"first": {"kind": "a"}}'))
+    assert not fits(guide, call_of('{"first": {"kind": "b", "size": 1}}'))
+    tree = {"type": "object", "properties": {"child": {"$ref": "#"}}}
+    assert takes(tree, '{"child": {"child": {}}}') and not takes(tree, '{"child": {"x": 1}}')
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "additionalProperties": True},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "additionalProperties": {"type": "integer"},
+        },
+        {
+            "allOf": [
+                {"type": "object", "properties": {"a": {"type": "integer"}}},
+                {"type": "object", "properties": {"b": {"type": "integer"}}},
+            ]
+        },
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "anyOf": [{"properties": {"b": {"type": "integer"}}, "required": ["b"]}],
+        },
+    ],
+)
+def test_objects_that_may_have_more_still_do(parameters: dict[str, Any]) -> None:
+    assert takes(parameters, '{"a": 1, "b": 2}')
+
+
+def test_a_schema_nested_without_end_is_refused_or_taken() -> None:
+    deep = '{"type": "object", "properties": {"a": '
+    for depth in (100, 400, 700):
+        parameters = deep * depth + "{}" + "}}" * depth
+        with contextlib.suppress(InvalidRequestError):
+            start(ToolGuide(tools=(ToolSpec(name="f", parameters=parameters),)))
 
 
 def test_free_calls_are_well_formed_and_text_is_free() -> None:

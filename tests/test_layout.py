@@ -52,6 +52,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("downgrade",),
         ("generation", "prompt"),
         ("guided", "logprobs"),
+        ("arguments_schema",),
         ("model_files", "step"),
         ("tokenizer_json",),
         ("scheduler", "speculative.draft_model", "speculative.calibration"),

@@ -16,6 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from app.conversation import history
+from app.conversation.tools import Conversation, ToolBox, tool
 from app.phone_peers import PEERS, Clear, Goodbye, Mark, Play
 from app.transports.phone import line as line_module
 from tests.leaks import Memory
@@ -119,6 +120,36 @@ async def test_the_assistant_hangs_up_after_its_last_word(provider: str, tmp_pat
         assert caller.played_s >= 13 / 24
         if not marks:
             assert isinstance(caller.orders[-1], Goodbye)
+
+
+async def test_a_tool_knows_which_call_it_serves(tmp_path: Path) -> None:
+    orders: list[tuple[str, str, list[str]]] = []
+
+    @tool
+    async def add_pizza(kind: str, talk: Conversation) -> str:
+        talk.notes.setdefault("pizzas", []).append(kind)
+        orders.append((talk.call_id, talk.session_id, list(talk.notes["pizzas"])))
+        return "noted"
+
+    def wanted(kind: str) -> str:
+        call = {"name": "add_pizza", "arguments": {"kind": kind}}
+        return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+    replies = [wanted("salami"), SHORT, wanted("funghi"), SHORT, wanted("tonno"), SHORT]
+    box = ToolBox([add_pizza])
+    async with phone_server(tmp_path, *replies, tools=box, phone_hang_up_tool=True) as server:
+        callers = []
+        for num_turns in (2, 1):
+            async with phone(server) as caller:
+                callers.append(caller.peer.call_id)
+                for _ in range(num_turns):
+                    caller.forget()
+                    await caller.ask()
+                    await caller.until(Mark)
+    (one, first, _), (_, second, _), (other, third, _) = orders
+    assert [one, other] == callers and first == second != third and first.startswith("sess_")
+    kept = [pizzas for *_, pizzas in orders]
+    assert kept == [["salami"], ["salami", "funghi"], ["tonno"]], "each call has its own order"
 
 
 async def bring_to(state: str, server: Server, caller: Caller) -> None:
@@ -352,6 +383,7 @@ async def test_a_call_from_twilio_end_to_end(tmp_path: Path) -> None:
         answer = await http.post(path, **signed(public, form))
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/xml")
         assert '<Stream url="wss://voice.example.org/parley/phone/stream">' in answer.text
+        assert '<Parameter name="from" value="+1"/>' in answer.text, "for tools to know"
         token = re.search(r'name="token" value="([^"]+)"', answer.text)
         assert token is not None
         hello = PEERS["twilio"]("CA2", token[1]).hello()

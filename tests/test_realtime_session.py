@@ -16,7 +16,7 @@ from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K
 from tests.openai_events import check_server_event
 
 SETTINGS = Settings(instructions="Be kind.", vad_silence_ms=450)
-NAMES = Names.of(SETTINGS)
+NAMES = Names.of(SETTINGS, ("en",))
 
 
 def refused_update(**session: Any) -> tuple[str, str | None]:
@@ -339,3 +339,23 @@ def test_null_for_what_is_not_offered_is_fine() -> None:
         )
     )
     assert shown["audio"]["input"]["noise_reduction"] is None
+
+
+@pytest.mark.parametrize(
+    ("session", "now"),
+    [
+        ({"voice": "alloy"}, "session.audio.output.voice"),
+        ({"modalities": ["text"]}, "session.output_modalities"),
+        ({"audio": {"output": {"modalities": "x"}}}, None),
+        ({"temperature": 0.8}, None),
+    ],
+)
+def test_names_of_the_beta_are_refused_with_those_of_now(
+    session: dict[str, Any], now: str | None
+) -> None:
+    with pytest.raises(ClientError) as caught:
+        updated(state(), **session)
+    assert caught.value.code == "unknown_parameter"
+    hint = f"It is of the beta API; now it is '{now}'."
+    assert caught.value.message.endswith(hint if now else "'.")
+    assert now is not None or "beta" not in caught.value.message

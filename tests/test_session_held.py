@@ -22,6 +22,19 @@ async def test_a_changed_configuration_voids_the_held_answer() -> None:
         assert [m.content for m in c.messages()] == ["And?", "New."]
 
 
+async def test_changed_instructions_are_read_before_anybody_speaks() -> None:
+    async with call(ScriptedEngine("Yes.")) as c:
+        await settle()
+        before = len(c.engine.prefills)
+        await c.session.update(replace(c.session.config, instructions="Be kind."))
+        await settle()
+        assert c.engine.prefills[before:] == [[ChatMessage("system", "Be kind.")]]
+        await c.session.update(replace(c.session.config, speed=1.5))
+        await c.session.update(replace(c.session.config, instructions="Be kind."))
+        await settle()
+        assert len(c.engine.prefills) == before + 1, "nothing else is to be read"
+
+
 async def test_a_response_asked_for_in_a_pause_replaces_the_held_answer() -> None:
     engine = ScriptedEngine("Held.", "Asked for.", "After all.")
     async with call(engine, "And?", "And?") as c:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from app.conversation.requests import ResponseRequest
 from app.conversation.session_config import SessionConfig, Tool, ToolChoice
 from app.conversation.tools import ToolBox, ToolError, tool
 from app.errors import ClientError
-from llm_core import ChatMessage, ToolGuide
+from llm_core import ChatMessage, RegexGuide, ToolGuide
 from tests.fakes import ScriptedEngine, recent, settle, silence, voice
 from tests.session_call import Call, call
 
@@ -167,6 +168,16 @@ async def test_parallel_calls_stand_in_one_message() -> None:
         assert (first.content, second.content) == ("out 1", "out 0")
 
 
+async def test_a_model_that_repeats_its_call_has_made_it_once() -> None:
+    engine = ScriptedEngine(" ".join([calls("weather", a=1), *[calls("weather", a=2)] * 50]))
+    async with call(engine, tools=(WEATHER,), parallel_tool_calls=True) as c:
+        await ask(c, "Hi", modality="text")
+        (done,) = c.out.of(ResponseDone)
+        assert done.response.status == "completed" and engine.num_running == 0
+        made = [item.call.arguments for item in done.response.output if item.call]
+        assert made == ['{"a": 1}', '{"a": 2}']
+
+
 async def test_a_call_cut_short_is_incomplete() -> None:
     cut = calls("weather", city="Oslo")[:-16]
     async with call(ScriptedEngine(cut), tools=(WEATHER,)) as c:
@@ -219,7 +230,11 @@ async def test_the_model_does_not_call_for_ever() -> None:
         (done,) = c.out.of(ResponseDone)
         assert clockwork.begun == ["cat", "dog"]
         assert [bool(request[0].tools) for request in engine.requests] == [True, True, False]
-        assert engine.params[-1].guide is None
+        words = engine.params[-1].guide
+        assert isinstance(words, RegexGuide), "it can say no call, and not nothing"
+        assert re.fullmatch(words.pattern, "A cat, and\na dog.")
+        for wrong in ("", calls("look", what="cow"), " " + calls("look"), '{"name": "look"}'):
+            assert not re.fullmatch(words.pattern, wrong)
         assert done.response.output[-1].call.error == "too many calls in one answer"
         assert engine.num_running == 0
 

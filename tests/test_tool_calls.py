@@ -21,6 +21,7 @@ from llm_core.tool_calls import (
 
 NAMES = ("get_weather", "stop")
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+ROME = WEATHER.replace("Paris", "Rome")
 
 
 def parse(
@@ -70,7 +71,11 @@ PARIS = ("get_weather", '{"city": "Paris"}', True)
             "",
             [PARIS, ("stop", "{}", True)],
         ),
-        (f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", "", [PARIS, PARIS]),
+        (
+            f"<tool_call>[{WEATHER}, {ROME}]</tool_call>",
+            "",
+            [PARIS, ("get_weather", '{"city": "Rome"}', True)],
+        ),
         ('<tool_call>{"name": "stop"}</tool_call>', "", [("stop", "{}", True)]),
         ('<tool_call>{"name": "stop", "arguments": null}</tool_call>', "", [("stop", "{}", True)]),
         (
@@ -126,6 +131,44 @@ def test_hermes(reply: str, text: str, calls: list[Any]) -> None:
 def test_llama3(reply: str, text: str, calls: list[Any]) -> None:
     assert parse(reply, tool_format="llama3") == (text, calls)
     assert parse(*reply, tool_format="llama3") == (text, calls)
+
+
+PARIS_2 = WEATHER.replace('"Paris"}', '"Paris", "days": 2}')
+
+
+@pytest.mark.parametrize(
+    ("made", "num_kept"),
+    [
+        ([WEATHER, WEATHER, WEATHER], 1),
+        ([WEATHER, ROME, WEATHER, ROME], 2),
+        ([WEATHER, PARIS_2, ROME], 3),
+        (['{"name": "stop"}', '{"name": "stop", "arguments": {}}'], 1),
+        ([WEATHER, '{"name": "stop", "arguments": {"city": "Paris"}}'], 2),
+    ],
+)
+def test_a_reply_is_over_where_it_repeats_a_call(made: list[str], num_kept: int) -> None:
+    reply = "".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in made) + "Done."
+    parser = ToolCallParser("hermes", NAMES)
+    parser.feed(reply)
+    text, calls = parse(*reply)
+    assert parser.is_repeating == (num_kept < len(made)) and len(calls) == num_kept
+    assert parse(reply) == (text, calls)
+    assert text == ("" if parser.is_repeating else "Done.")
+    assert all(is_complete for *_, is_complete in calls)
+
+
+def test_a_call_waits_only_as_long_as_it_repeats_another() -> None:
+    parser = ToolCallParser("hermes", NAMES)
+    parser.feed(f"<tool_call>{WEATHER}</tool_call>")
+    assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "') == []
+    start, more = parser.feed("R")
+    assert isinstance(start, ToolCallStart) and more == ToolArguments(1, '{"city": "R')
+    assert parser.feed('ome"') == [ToolArguments(1, 'ome"')]
+    parser.feed("}}</tool_call>")
+    parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Ro')
+    start, more, end = parser.flush()
+    assert isinstance(start, ToolCallStart) and more == ToolArguments(2, '{"city": "Ro')
+    assert end == ToolCallEnd(2, is_complete=False)
 
 
 PIECES = st.sampled_from(

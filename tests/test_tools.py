@@ -12,7 +12,14 @@ from typing import Literal
 import pytest
 
 from app.conversation.session_config import SessionConfig, Tool, ToolChoice
-from app.conversation.tools import MAX_OUTPUT_CHARS, MAX_THREADS, ToolBox, ToolError, tool
+from app.conversation.tools import (
+    MAX_OUTPUT_CHARS,
+    MAX_THREADS,
+    Conversation,
+    ToolBox,
+    ToolError,
+    tool,
+)
 from app.errors import ConfigError
 from tests.busy import Stopwatch
 
@@ -54,6 +61,36 @@ def test_a_signature_becomes_a_schema() -> None:
     )
     assert (weather.tool.name, weather.tool.description) == ("forecast", "Tomorrow's weather.")
     assert weather.tool.parameters["properties"]["unit"]["enum"] == ["C", "F"]
+
+
+@tool
+async def remember(what: str, talk: Conversation) -> str:
+    """Keep something in mind."""
+    talk.notes.setdefault("kept", []).append(what)
+    return f"{talk.call_id}: {', '.join(talk.notes['kept'])}"
+
+
+@tool
+def caller(talk: Conversation) -> str:
+    return talk.parameters.get("from", "nobody")
+
+
+async def test_a_tool_that_asks_for_it_knows_its_conversation() -> None:
+    assert list(remember.tool.parameters["properties"]) == ["what"], "the model is told nothing"
+    box = ToolBox([remember, caller])
+    one = box.of(Conversation(call_id="c1", parameters={"from": "+49301"}))
+    other = box.of(Conversation(call_id="c2"))
+    assert (await one.run("remember", '{"what": "two"}')).output == "c1: two"
+    assert (await other.run("remember", '{"what": "six"}')).output == "c2: six"
+    assert (await one.plus(add).run("remember", '{"what": "salami"}')).output == "c1: two, salami"
+    assert (await one.run("caller", "{}")).output == "+49301", "also one that blocks"
+    assert (await other.run("caller", "")).output == "nobody"
+    assert (await box.run("remember", '{"what": "x"}')).output == ": x"
+    assert (await box.run("remember", '{"what": "y"}')).output == ": y", (
+        "of nobody, nothing is kept"
+    )
+    wrong = await one.run("remember", '{"what": "x", "talk": {}}')
+    assert wrong.error is not None and wrong.error.startswith("bad arguments")
 
 
 def test_signatures_that_say_too_little() -> None:

@@ -13,7 +13,7 @@ import { Player } from "./player.js";
 import { PlayoutReport, sendReport } from "./playout-report.js";
 import { PushToTalk } from "./push-to-talk.js";
 import { RemotePlayer } from "./remote-player.js";
-import { SettingsView, sessionChanges } from "./settings.js";
+import { SettingsView } from "./settings.js";
 import { StateView } from "./state-view.js";
 import { TranscriptView } from "./transcript-view.js";
 import { WaterfallView } from "./waterfall-view.js";
@@ -276,10 +276,9 @@ class TalkPage {
     this.connection = connection;
     this.numRetries = 0;
     this.notice.hide();
-    const session = { type: "realtime", parley: { trace: true } };
+    const session = { type: "realtime", parley: { trace: true }, ...this.settings.changes() };
     const modality = this.player ? {} : { output_modalities: ["text"] };
-    const chosen = sessionChanges(this.settings.settings);
-    this.connection.send({ type: "session.update", session: { ...session, ...modality, ...chosen } });
+    this.connection.send({ type: "session.update", session: { ...session, ...modality } });
     this.view.announce(this.microphone ? "Connected. Parley is listening." : "Connected.");
     this.sendUnsent();
   }
@@ -287,6 +286,7 @@ class TalkPage {
   /** @param {import("./connection.js").RealtimeEvent} event of the server */
   take(event) {
     this.remote?.handle(event);
+    this.settings.handle(event);
     this.turn.handle(event);
     this.conversation.handle(event);
     if (event.type === "parley.turn.trace") this.playout.traced(event.turn);
@@ -444,7 +444,7 @@ class TalkPage {
    * @param {import("./settings.js").Settings} before
    */
   settingsChanged(now, before) {
-    const session = sessionChanges(now, before);
+    const session = this.settings.changes(before);
     if (Object.keys(session).length) {
       this.connection?.send({ type: "session.update", session: { type: "realtime", ...session } });
     }

@@ -38,29 +38,32 @@ function loadSettings() {
  *
  * @param {Settings} settings
  * @param {Settings} before
+ * @param {Record<string, any> | null} own the session as the server began it
  * @returns {Record<string, any>}
  */
-export function sessionChanges(settings, before = DEFAULTS) {
+function sessionChanges(settings, before, own) {
   /** @type {Record<string, any>} */
   const session = {};
   /** @type {Record<string, any>} */
   const audio = {};
   if (settings.turns !== before.turns || settings.eagerness !== before.eagerness) {
-    audio.input = { turn_detection: turnDetection(settings) };
+    audio.input = { turn_detection: turnDetection(settings, own) };
   }
   if (settings.speed !== before.speed) audio.output = { speed: settings.speed };
   if (Object.keys(audio).length) session.audio = audio;
-  if (settings.instructions && settings.instructions !== before.instructions) {
-    session.instructions = settings.instructions;
+  if (settings.instructions !== before.instructions) {
+    session.instructions = settings.instructions || own?.instructions;
   }
   return session;
 }
 
 /**
  * @param {Settings} settings
- * @returns {Record<string, any> | null}
+ * @param {Record<string, any> | null} own
+ * @returns {Record<string, any> | null | undefined}
  */
-function turnDetection({ turns, eagerness }) {
+function turnDetection({ turns, eagerness }, own) {
+  if (turns === "server") return own?.audio.input.turn_detection;
   if (turns === "push") return null;
   if (turns === "semantic_vad") return { type: "semantic_vad", eagerness };
   return { type: "server_vad" };
@@ -75,6 +78,8 @@ export class SettingsView {
     const find = (/** @type {string} */ id) => page.getElementById(id);
     this.onChange = onChange;
     this.settings = loadSettings();
+    /** @type {Record<string, any> | null} the session as the server began it */
+    this.own = null;
     this.dialog = /** @type {HTMLDialogElement} */ (find("settings"));
     this.form = /** @type {HTMLFormElement} */ (find("settings-form"));
     this.devices = /** @type {HTMLSelectElement} */ (find("microphone"));
@@ -88,6 +93,20 @@ export class SettingsView {
     this.form.addEventListener("change", () => this.apply(this.read()));
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.show();
+  }
+
+  /** @param {import("./connection.js").RealtimeEvent} event of the server */
+  handle(event) {
+    // A call that is taken up again goes on with what was changed.
+    if (event.type === "session.created" && event.session.id !== this.own?.id) this.own = event.session;
+  }
+
+  /**
+   * @param {Settings} before
+   * @returns {Record<string, any>} what the server is to be told, as a `session`
+   */
+  changes(before = DEFAULTS) {
+    return sessionChanges(this.settings, before, this.own);
   }
 
   open() {

@@ -6,6 +6,7 @@
 
 import { ConnectionError } from "./connection.js";
 import { sendReport } from "./playout-report.js";
+import { Pulse } from "./pulse.js";
 import { RemotePlayout } from "./remote-playout.js";
 
 /** @typedef {import("./connection.js").RealtimeEvent} RealtimeEvent */
@@ -49,6 +50,8 @@ export class WebRtcLine {
     this.channel = null;
     /** @type {RTCRtpSender | null} */
     this.sender = null;
+    /** @type {Pulse | null} of the connection that there is */
+    this.pulse = null;
     const send = (/** @type {string} */ id, /** @type {Record<string, number>} */ report) =>
       void sendReport(options.apiKey, id, report);
     this.playout = new RemotePlayout(() => this.counts(), send);
@@ -118,6 +121,9 @@ export class WebRtcLine {
     channel.onclose = () => {
       if (this.peer === peer && !this.isMending) this.lost("closed", this.lastError);
     };
+    this.pulse?.stop();
+    const packets = async () => (await this.counts())?.packetsReceived ?? 0;
+    this.pulse = new Pulse(packets, () => void this.mend(peer));
   }
 
   /**
@@ -210,6 +216,7 @@ export class WebRtcLine {
 
   /** Lets go of the connection that there is. */
   drop() {
+    this.pulse?.stop();
     release(this.peer, this.channel);
     this.peer = this.channel = this.sender = null;
   }

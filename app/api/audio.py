@@ -31,7 +31,7 @@ def audio_router(services: Services) -> APIRouter:
     """The routes. Raise (to the app's handlers) ClientError for a bad request and UnavailableError
     when all places are taken; answers that have begun are finished."""
     settings, metrics = services.settings, services.metrics
-    names = Names.of(settings)
+    names = Names.of(settings, services.recognition.languages)
     places = AudioPlaces(settings.max_audio_requests)
     max_file_bytes = int(settings.max_file_mb * 1024 * 1024)
     transcribed, spoken = TranscriptionAnswer.Done(), SpeechAnswer.Done()

@@ -6,6 +6,7 @@ A client may be gone at any moment: leaving the engine's stream aborts the reque
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -83,8 +84,35 @@ class _Answer(Answer):
                 return
             await self._stream(first, events, send)
 
+    async def _wanted(
+        self, first: GenerationEvent, rest: AsyncIterator[GenerationEvent]
+    ) -> AsyncIterator[GenerationEvent]:
+        """All events, or those until the output is over: then their end as well. Whoever takes
+        them feeds the output with each before the next."""
+        told, num_tokens = None, 0
+        async for event in _chained(first, rest):
+            yield event
+            if isinstance(event, FirstToken):
+                told = event
+            elif isinstance(event, TextDelta):
+                num_tokens = event.num_tokens
+            if self._output.is_over:
+                assert told is not None, "the first token comes before all text"
+                yield GenerationDone(
+                    finish_reason="stop",
+                    usage=Usage(
+                        prompt_tokens=told.prompt_tokens,
+                        cached_tokens=told.cached_tokens,
+                        completion_tokens=num_tokens,
+                        unseen_tokens=told.unseen_tokens,
+                    ),
+                    num_steps=num_tokens,
+                    finished_ns=time.monotonic_ns(),
+                )
+                return
+
     async def _whole(self, first: GenerationEvent, events: AsyncIterator[GenerationEvent]) -> Wire:
-        async for event in _chained(first, events):
+        async for event in self._wanted(first, events):
             if isinstance(event, TextDelta):
                 self._output.feed(event)
             elif isinstance(event, GenerationDone):
@@ -111,7 +139,7 @@ class _Answer(Answer):
     ) -> AsyncGenerator[Wire, None]:
         output, always = self._output, self._chat.usage_always
         prompt = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
-        async for event in _chained(first, events):
+        async for event in self._wanted(first, events):
             match event:
                 case FirstToken():
                     prompt = Usage(

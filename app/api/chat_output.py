@@ -47,6 +47,11 @@ class ChatOutput:
         self._logprobs: list[Wire] = []
         self._num_streamed_logprobs = 0
 
+    @property
+    def is_over(self) -> bool:
+        """The model has begun to make the same calls again: whatever follows is not wanted."""
+        return self._parser is not None and self._parser.is_repeating
+
     def feed(self, delta: TextDelta) -> list[Wire]:
         """What is certain after more text."""
         self._logprobs += [_logprob(entry) for entry in delta.logprobs]

@@ -31,10 +31,11 @@ class ClientSecretRequest(WireModel):
     session: Annotated[SessionParams, null_is(SessionParams())] = SessionParams()
 
 
-def client_secrets_router(settings: Settings, server_tools: tuple[str, ...]) -> APIRouter:
+def client_secrets_router(
+    settings: Settings, names: Names, server_tools: tuple[str, ...]
+) -> APIRouter:
     """The session is checked as a ``session.update`` would be, and shown as it will begin."""
     router = APIRouter()
-    names = Names.of(settings)
 
     @router.post("/v1/realtime/client_secrets")
     async def create(request: Request) -> dict[str, Any]:

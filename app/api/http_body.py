@@ -19,6 +19,12 @@ class BodyTooLargeError(ClientError):
     code = "request_too_large"
 
 
+class MediaTypeError(ClientError):
+    """The body is of a kind that this path does not read (HTTP 415)."""
+
+    code = "unsupported_media_type"
+
+
 class BodyTimeoutError(ClientError):
     """The request's body did not arrive in time (HTTP 408)."""
 

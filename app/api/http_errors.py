@@ -8,7 +8,12 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from app.api.http_body import BodyTimeoutError, BodyTooLargeError, ClientGoneError
+from app.api.http_body import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientGoneError,
+    MediaTypeError,
+)
 from app.api.models import UnknownModelError
 from app.api.traces import TraceNotFoundError
 from app.auth import AuthenticationError, HostError, OriginError
@@ -36,6 +41,7 @@ _STATUS: dict[type[ParleyError], int] = {
     TraceNotFoundError: 404,
     BodyTimeoutError: 408,
     BodyTooLargeError: 413,
+    MediaTypeError: 415,
     HostError: 421,
     TooManySecretsError: 429,
     RateLimitedError: 429,

@@ -1,4 +1,4 @@
-"""``GET /v1/models``, and by which names clients may ask for the loaded model."""
+"""``GET /v1/models``, and by which names clients may ask for the loaded language model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from app.api.realtime_names import OWN_NAME
+from app.api.realtime_names import OWN_NAME, Names
 from app.conversation.engines import TalkEngine
 from app.errors import ClientError
 
@@ -34,30 +34,37 @@ def check_model(name: str, engine: TalkEngine) -> None:
         )
 
 
-def models_router(engine: TalkEngine) -> APIRouter:
-    """``GET /v1/models`` and ``GET /v1/models/{name}``."""
+def models_router(engine: TalkEngine, names: Names) -> APIRouter:
+    """``GET /v1/models`` and ``GET /v1/models/{name}``. The language model comes first: some
+    clients take the first."""
     router = APIRouter()
     started_s = int(time.time())
 
+    def task_of(name: str) -> str:
+        """In the words of the Hugging Face hub. Raises UnknownModelError."""
+        if name != OWN_NAME and names.is_transcriber(name):
+            return "automatic-speech-recognition"
+        if name != OWN_NAME and names.is_speech_model(name):
+            return "text-to-speech"
+        check_model(name, engine)
+        return "text-generation"
+
     def described(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": started_s,
-            "owned_by": "parley",
-            "max_model_len": engine.info.context_len,  # where load tools look for it
-        }
+        task = task_of(name)
+        about = {"id": name, "object": "model", "created": started_s, "owned_by": "parley"}
+        if task == "text-generation":
+            about["max_model_len"] = engine.info.context_len  # where load tools look for it
+        return {**about, "task": task}
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
         request.app.state.gatekeeper.check(request.headers)
-        names = dict.fromkeys((engine.info.name, OWN_NAME))
-        return {"object": "list", "data": [described(name) for name in names]}
+        loaded = (engine.info.name, OWN_NAME, names.transcriber, names.voice)
+        return {"object": "list", "data": [described(name) for name in dict.fromkeys(loaded)]}
 
     @router.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> dict[str, Any]:
         request.app.state.gatekeeper.check(request.headers)
-        check_model(name, engine)
         return described(name)
 
     return router

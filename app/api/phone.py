@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -28,6 +28,7 @@ from app.api.realtime import MakeSession
 from app.auth import Gatekeeper
 from app.config import Settings
 from app.conversation.services import Services
+from app.conversation.tools import Conversation
 from app.errors import ClientError, ConfigError, ParleyError, UnavailableError
 from app.rate_limits import RateLimits
 from app.transports.base import ChannelClosed, EventChannel
@@ -149,7 +150,12 @@ class PhoneDesk:
             lead_ms=self._services.settings.phone_lead_ms,
             pace=self._limits.pacer(f"phone {protocol.provider} {call_id}"),
         )
-        call = PhoneCall(line, self._services, self._greeting, make_session=self._make_session)
+        told = {name: value for name, value in started.parameters.items() if name != "token"}
+        call = PhoneCall(
+            *(line, self._services, self._greeting),
+            conversation=Conversation(call_id=call_id, parameters=told),
+            make_session=self._make_session,
+        )
         counted.enter_context(self._connections.entered(line, lambda: call.is_busy))
         counted.enter_context(self._registry.entered(call_id, owner, call))
         logger.info("phone call", extra={"provider": protocol.provider, "call_id": call_id[:40]})
@@ -196,7 +202,8 @@ def add_phone(app: FastAPI, desk: PhoneDesk, settings: Settings) -> None:
         parts = urlsplit(url)
         scheme = "wss" if parts.scheme == "https" else "ws"
         stream = f"{scheme}://{parts.netloc}{_prefix(public_url)}{STREAM_PATH}"
-        return Response(twiml(stream, token), media_type="text/xml")
+        known = {name.lower(): params[name][0][:100] for name in ("From", "To") if name in params}
+        return Response(twiml(stream, {"token": token, **known}), media_type="text/xml")
 
     @app.websocket(STREAM_PATH)
     async def stream(websocket: WebSocket) -> None:
@@ -213,12 +220,16 @@ def add_phone(app: FastAPI, desk: PhoneDesk, settings: Settings) -> None:
             await desk.take(wire, offered, meet_stream)
 
 
-def twiml(stream_url: str, token: str) -> str:
-    """The answer to Twilio's question what to do with a call."""
+def twiml(stream_url: str, parameters: Mapping[str, str]) -> str:
+    """The answer to Twilio's question what to do with a call; ``parameters`` come back with its
+    stream."""
+    given = "".join(
+        f"<Parameter name={quoteattr(name)} value={quoteattr(value)}/>"
+        for name, value in parameters.items()
+    )
     return (
         '<?xml version="1.0" encoding="UTF-8"?>'
-        f"<Response><Connect><Stream url={quoteattr(stream_url)}>"
-        f'<Parameter name="token" value={quoteattr(token)}/>'
+        f"<Response><Connect><Stream url={quoteattr(stream_url)}>{given}"
         "</Stream></Connect></Response>"
     )
 

@@ -28,7 +28,7 @@ from app.conversation.ids import new_id
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.tasks import Tasks
-from app.conversation.tools import tool
+from app.conversation.tools import Conversation, tool
 from app.errors import ClientError
 from app.transports.phone.line import PhoneLine
 from audio.codecs import AudioFormat, encode
@@ -76,8 +76,10 @@ class PhoneCall(CallConnection):
         services: Services,
         greeting: Greeting,
         *,
+        conversation: Conversation,
         make_session: MakeSession = Session,
     ) -> None:
+        services = replace(services, tools=services.tools.of(conversation))
         if services.settings.phone_hang_up_tool:
             about = "End the phone call. Only when the caller has said goodbye."
             hang_up = tool(name="hang_up", description=about)(self._hang_up_later)

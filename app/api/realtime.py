@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from app.conversation.side_responses import SideResponses
+from app.conversation.tools import Conversation
 from app.errors import AudioInputError, ClientError, ParleyError
 from app.logging_setup import session_id
 from app.rate_limits import Pacer
@@ -91,8 +93,9 @@ class RealtimeConnection:
         self._side: SideResponses | None = None
         # Events come from several clients, and audio beside them; the session takes one at a time.
         self._turnstile = asyncio.Lock()
-        self._services = services
-        self._names = Names.of(services.settings)
+        self._conversation = services.tools.conversation or Conversation()
+        self._services = replace(services, tools=services.tools.of(self._conversation))
+        self._names = Names.of(services.settings, services.recognition.languages)
         server_tools = services.tools.names
         self._state = SessionState(services.settings, self._names, model, server_tools)
         self._mapper = WireMapper(f"conv_{secrets.token_hex(10)}", self._speaker())
@@ -110,6 +113,7 @@ class RealtimeConnection:
             return
         session = self._make_session(self._services, self._config(), self._sink)
         session_id.set(session.id)
+        self._conversation.session_id = session.id
         logger.info(
             "session opened",
             extra={

@@ -17,6 +17,19 @@ from app.errors import ClientError
 MAX_OUTPUT_TOKENS = 4096
 MAX_TEXT_CHARS = 100_000
 
+# What fields of sessions and responses were called in the beta, and are called now.
+_BETA_NAMES = {
+    "modalities": "output_modalities",
+    "voice": "audio.output.voice",
+    "speed": "audio.output.speed",
+    "output_audio_format": "audio.output.format",
+    "input_audio_format": "audio.input.format",
+    "input_audio_transcription": "audio.input.transcription",
+    "input_audio_noise_reduction": "audio.input.noise_reduction",
+    "turn_detection": "audio.input.turn_detection",
+    "max_response_output_tokens": "max_output_tokens",
+}
+
 
 class WireModel(BaseModel):
     """Strict types; a field that we do not know is an error."""
@@ -150,6 +163,14 @@ def _path(location: tuple[int | str, ...], prefix: str) -> str:
     return path[:200]
 
 
+def _beta_hint(param: str) -> str:
+    """What a client made for the beta should say instead."""
+    place, _, name = param.rpartition(".")
+    if place not in ("session", "response") or name not in _BETA_NAMES:
+        return ""
+    return f" It is of the beta API; now it is '{place}.{_BETA_NAMES[name]}'."
+
+
 def _describe(details: ErrorDetails, param: str) -> ClientError:
     kind, message, value = details["type"], details["msg"], details["input"]
     if kind == "missing":
@@ -157,7 +178,9 @@ def _describe(details: ErrorDetails, param: str) -> ClientError:
             f"Missing required parameter: '{param}'.", "missing_required_parameter", param
         )
     if kind == "extra_forbidden":
-        return _error(f"Unknown parameter: '{param}'.", "unknown_parameter", param)
+        return _error(
+            f"Unknown parameter: '{param}'.{_beta_hint(param)}", "unknown_parameter", param
+        )
     if kind == "unsupported_value":
         return _error(f"Unsupported value for '{param}'. {message}", "unsupported_value", param)
     if kind == "union_tag_not_found":

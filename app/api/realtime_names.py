@@ -35,21 +35,15 @@ class Names:
     model: str
     transcriber: str
     voice: str
+    languages: tuple[str, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> Names:
-        """The names in ``settings``, without the scheme of the model store."""
-        return cls(
-            *(
-                name.rsplit(":", 1)[-1].rsplit("/", 1)[-1]
-                for name in (settings.llm_model, settings.asr_model, settings.tts_model)
-            )
-        )
-
-    @property
-    def english_only(self) -> bool:
-        """Whisper's English-only models carry it in their names."""
-        return self.transcriber.endswith(".en")
+    def of(cls, settings: Settings, languages: tuple[str, ...]) -> Names:
+        """The names in ``settings``, without the scheme of the model store; ``languages`` are the
+        codes of those that the recogniser knows."""
+        models = (settings.llm_model, settings.asr_model, settings.tts_model)
+        llm, asr, tts = (name.rsplit(":", 1)[-1].rsplit("/", 1)[-1] for name in models)
+        return cls(llm, asr, tts, languages)
 
     def is_model(self, name: str) -> bool:
         """``parley``, the loaded model, or an alias of OpenAI (any gpt-*realtime*)."""
@@ -75,6 +69,8 @@ class Names:
 def check_transcription(names: Names, model: str | None, language: str | None) -> None:
     """Raise ClientError for a recogniser or a language that is not here."""
     path = "session.audio.input.transcription"
+    if language:
+        check_language(names, language, f"{path}.language")
     if model is not None and not names.is_transcriber(model):
         raise ClientError(
             f"Invalid value for '{path}.model': {model!r} is not loaded. Supported values "
@@ -82,13 +78,24 @@ def check_transcription(names: Names, model: str | None, language: str | None) -
             code="invalid_value",
             param=f"{path}.model",
         )
-    spoken = (language or "").lower()
-    if spoken and names.english_only and spoken.split("-")[0] not in ("en", "english"):
-        raise ClientError(
-            f"Unsupported value for '{path}.language': {names.transcriber!r} knows English only.",
-            code="unsupported_value",
-            param=f"{path}.language",
-        )
+
+
+def language_code(language: str) -> str:
+    """Of "en-US", "EN" or "english": "en"."""
+    code = language.strip().lower().replace("_", "-").split("-")[0]
+    return "en" if code == "english" else code
+
+
+def check_language(names: Names, language: str, param: str) -> None:
+    """Raise ClientError for a language that the recogniser does not know."""
+    if language_code(language) in names.languages:
+        return
+    known = "English only" if names.languages == ("en",) else ", ".join(names.languages)
+    raise ClientError(
+        f"Unsupported value for '{param}': {language!r}. {names.transcriber!r} knows {known}.",
+        code="unsupported_value",
+        param=param,
+    )
 
 
 def check_voice(names: Names, voice: str, param: str) -> None:

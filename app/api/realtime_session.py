@@ -22,7 +22,13 @@ from app.api.realtime_fields import (
     only,
     unsupported,
 )
-from app.api.realtime_names import Names, check_transcription, check_voice, model_not_found
+from app.api.realtime_names import (
+    Names,
+    check_transcription,
+    check_voice,
+    language_code,
+    model_not_found,
+)
 from app.api.realtime_tools import Choice, Tools, check_tools, choice_to_wire, tools_of
 from app.config import Settings
 from app.conversation.session_config import (
@@ -363,7 +369,7 @@ def to_config(params: SessionParams) -> SessionConfig:
         server_tools=tuple(params.parley.tools) if params.parley.tools is not None else None,
         retention_ratio=params.truncation,
         transcribe=transcription is not None,
-        language=language.lower().split("-")[0] if language else None,
+        language=language_code(language) if language else None,
         transcription_prompt=transcription.prompt if transcription else None,
         send_traces=params.parley.trace,
         word_timestamps=params.parley.word_timestamps,

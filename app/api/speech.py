@@ -16,7 +16,7 @@ from app.api.speech_request import SpeechRequest
 from app.clock import MonotonicClock
 from app.conversation.reading import read_aloud
 from app.conversation.services import Services
-from app.errors import SynthesisError
+from app.errors import ClientError, SynthesisError
 from audio.codecs import PCM16_24K
 from audio.encoders import MEDIA_TYPES, make_encoder
 
@@ -25,10 +25,17 @@ logger = logging.getLogger(__name__)
 # A client that reads nothing for so long has a place that somebody else could have.
 _UNREAD_S = 30.0
 
+_NOTHING_TO_SAY = ClientError(
+    "Invalid value for 'input': there is nothing in it that the voice could say.",
+    code="invalid_value",
+    param="input",
+)
+
 
 class SpeechAnswer(Answer):
     """Reads the text aloud and sends the sound. Status and headers wait for the first of it, so
-    that an error before it has its own status; after one behind it the file has no end."""
+    that an error before it, and a text without any, have a status of their own; after one behind it
+    the file has no end."""
 
     @dataclass(slots=True)
     class Done:
@@ -53,12 +60,17 @@ class SpeechAnswer(Answer):
         try:
             async with aclosing(sounds):
                 async for samples in sounds:
+                    if not has_begun and not len(samples):
+                        continue
                     data = await asyncio.to_thread(encoder.feed, samples)
                     if not has_begun:
                         has_begun = True
                         await send(self._start())
                     self._done.audio_s += len(samples) / PCM16_24K.rate
                     await _sent(send, data)
+            if not has_begun:
+                await error_response(_NOTHING_TO_SAY)(scope, receive, send)
+                return
             await _sent(send, await asyncio.to_thread(encoder.finish), is_last=True)
             self._done.num_texts += 1
         except SynthesisError as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, StringConstraints
 
-from app.api.http_body import BodyTooLargeError
+from app.api.http_body import BodyTooLargeError, MediaTypeError
 from app.api.models import UnknownModelError
 from app.api.multipart import FormField, form_fields
 from app.api.realtime_fields import (
@@ -19,7 +19,7 @@ from app.api.realtime_fields import (
     only,
     unsupported,
 )
-from app.api.realtime_names import Names
+from app.api.realtime_names import Names, check_language, language_code
 from app.errors import ClientError
 
 OutputFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
@@ -55,11 +55,6 @@ class TranscriptionForm(WireModel):
         str | None, only(None, "auto", what="Only 'auto': files are cut at pauses.")
     ] = None
 
-    @property
-    def main_language(self) -> str | None:
-        """``language`` without its country: "en" for "en-US"."""
-        return self.language.lower().split("-")[0] if self.language else None
-
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionRequest:
@@ -79,9 +74,8 @@ def parse_transcription(
 ) -> TranscriptionRequest:
     """Raises ClientError, naming the parameter."""
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
-        raise ClientError(
-            "Send the file as multipart/form-data with the fields 'file' and 'model'.",
-            code="unsupported_media_type",
+        raise MediaTypeError(
+            "Send the file as multipart/form-data with the fields 'file' and 'model'."
         )
     content: bytes | None = None
     values: dict[str, Any] = {}
@@ -118,7 +112,7 @@ def parse_transcription(
     lines = form.response_format in ("srt", "vtt") or (is_verbose and granularities != {"word"})
     return TranscriptionRequest(
         content=content,
-        language=form.main_language,
+        language=None if form.language is None else language_code(form.language),
         prompt=form.prompt,
         response_format=form.response_format,
         wants_words="word" in granularities,
@@ -150,9 +144,5 @@ def _check_names(form: TranscriptionForm, names: Names) -> None:
             f"{names.transcriber!r}, for which OpenAI's names ('whisper-1') stand as well.",
             param="model",
         )
-    if names.english_only and (form.main_language or "en") not in ("en", "english"):
-        raise ClientError(
-            f"Unsupported value for 'language': {names.transcriber!r} knows English only.",
-            code="unsupported_value",
-            param="language",
-        )
+    if form.language is not None:
+        check_language(names, form.language, "language")

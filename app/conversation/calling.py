@@ -26,6 +26,8 @@ from app.conversation.session_config import SessionConfig, ToolChoice
 from app.conversation.tools import Outcome
 from llm_core import (
     ChatMessage,
+    Guide,
+    RegexGuide,
     ToolArguments,
     ToolCallEnd,
     ToolCallParser,
@@ -38,6 +40,8 @@ from llm_core import ToolCall as LlmToolCall
 
 # How a call begins in the text of most models.
 _TAG_START = "<tool"
+# A reply that holds no call and is not empty: models that have called go on calling, if they can.
+_IN_WORDS = r"[^<{\s][^<]*"
 
 Take = Callable[[str], Awaitable[None]]
 TakeRest = Callable[[], Awaitable[None]]
@@ -79,10 +83,11 @@ class Calling:
         self._text = ""
         self._running: dict[str, asyncio.Task[Outcome]] = {}  # by the ids of their items
         self._parser: ToolCallParser | None = None
-        self.guide: ToolGuide | None = None
+        self.guide: Guide | None = None
         if specs := services.tools.specs(config):
             names = [spec.name for spec in specs]
             self._parser = ToolCallParser(services.engine.info.tool_format, names)
+            self.guide = RegexGuide(pattern=_IN_WORDS)
             if may_call:
                 self.guide = ToolGuide(
                     tools=tuple(s for s in specs if choice.name in (None, s.name)),
@@ -106,8 +111,10 @@ class Calling:
 
     @property
     def has_enough(self) -> bool:
-        """A whole call is there, and the session allows one at a time only."""
-        return self._num_whole > 0 and not self._config.parallel_tool_calls
+        """A whole call is there and the session allows one at a time only, or the model has begun
+        to make the same calls again."""
+        is_repeating = self._parser is not None and self._parser.is_repeating
+        return is_repeating or (self._num_whole > 0 and not self._config.parallel_tool_calls)
 
     async def feed(self, text: str, take: Take, take_rest: TakeRest) -> None:
         """More of the reply. Words go to ``take``; before a call, ``take_rest`` ends them."""

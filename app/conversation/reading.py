@@ -20,7 +20,7 @@ async def read_aloud(
     """Pieces float32 [n] of the sound of ``text``, at the session's default rate (24 kHz), as they
     are made: without Markdown, figures and signs in words, as answers are spoken.
 
-    At least one piece comes, an empty one if there is nothing to say. Raises SynthesisError.
+    At least one piece comes; all are empty if there is nothing to say. Raises SynthesisError.
     """
     config = SessionConfig(instructions="", speed=speed)
     voicing = Voicing(services, config, clock, None)

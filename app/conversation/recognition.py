@@ -89,6 +89,11 @@ class Recognition:
         self._retry: asyncio.TimerHandle | None = None
 
     @property
+    def languages(self) -> tuple[str, ...]:
+        """The codes of those that the recogniser knows, in order."""
+        return self._recognizer.languages
+
+    @property
     def num_following(self) -> int:
         """Callers whose turn is looked at while it goes on."""
         return self._num_following

@@ -99,6 +99,8 @@ class Session:
 
     async def run(self) -> None:
         """Watch for audio that stops coming in mid-speech, and for silence. Until cancelled."""
+        if self.config.instructions != self._services.settings.instructions:
+            self._read_ahead()  # those of the settings are known since the first call
         while True:
             await self._clock.sleep(_STALL_S / 4)
             now_ns = self._clock.now_ns()
@@ -136,6 +138,13 @@ class Session:
                 self._hearing.listener.configure(config)
                 await self._forget_speech()
         self._follow(config)
+        if old.reading != config.reading:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Long instructions take seconds to read: the next turn need not wait for that."""
+        if self._responses.running is None and self._ahead.is_idle:
+            self._ahead.do(warm(self._services.engine, self.config, self._responses.prompt()))
 
     # --- the caller's audio ---
 

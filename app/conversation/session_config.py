@@ -94,3 +94,8 @@ class SessionConfig:
     def listening(self) -> tuple[TurnDetection | None, AudioFormat, NoiseReduction | None]:
         """What the caller's audio is listened to by: a change begins anew."""
         return self.turn_detection, self.input_format, self.noise_reduction
+
+    @property
+    def reading(self) -> tuple[str, tuple[Tool, ...], tuple[str, ...] | None]:
+        """What the model reads before the conversation."""
+        return self.instructions, self.tools, self.server_tools

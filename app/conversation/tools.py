@@ -11,7 +11,8 @@ An operator writes a module and names it in ``PARLEY_TOOLS``::
 
 Name, description and parameters come from the function's name, docstring and type hints. What the
 function returns goes to the model as text (other values than strings as JSON); the message of a
-``ToolError`` does, too. Any other exception is for the log: the model hears only that it failed.
+``ToolError`` does, too. Any other exception is for the log: the model hears only that it failed. A
+parameter of the type ``Conversation`` is not the model's: it says for whom the function is called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, overload
@@ -48,6 +49,21 @@ class ToolError(Exception):
     """Raised by a tool: its message is for the model."""
 
 
+@dataclass(slots=True)
+class Conversation:
+    """Whose tools are called. ``notes`` are the tools' own: empty at first, of this conversation
+    alone, and gone with it.
+
+    ``session_id`` is that of the session; ``call_id`` (the provider's) and ``parameters`` are those
+    of a phone call: what the provider was given along, with Twilio also ``from`` and ``to``.
+    """
+
+    session_id: str = ""
+    call_id: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
 class _Arguments(BaseModel):
     """Base of the models made of signatures: JSON that does not fit is an error."""
 
@@ -62,6 +78,7 @@ class ServerTool:
     function: Callable[..., Any]
     arguments: type[_Arguments]
     timeout_s: float
+    asks_for: str | None = None  # the parameter that is the conversation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -91,9 +108,17 @@ def tool(
         for property_schema in schema.get("properties", {}).values():
             property_schema.pop("title", None)
         about = inspect.cleandoc(description or wrapped.__doc__ or "")
-        return ServerTool(Tool(shown_name, about, schema), wrapped, arguments, timeout_s)
+        asks_for = next((n for n, kind in _parameters(wrapped) if kind is Conversation), None)
+        shown = Tool(shown_name, about, schema)
+        return ServerTool(shown, wrapped, arguments, timeout_s, asks_for)
 
     return register if function is None else register(function)
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Names and types."""
+    signature = inspect.signature(function, eval_str=True)
+    return [(name, parameter.annotation) for name, parameter in signature.parameters.items()]
 
 
 def _arguments_of(function: Callable[..., Any], name: str) -> type[_Arguments]:
@@ -101,6 +126,8 @@ def _arguments_of(function: Callable[..., Any], name: str) -> type[_Arguments]:
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tool {name!r}: *{parameter.name} cannot be described to a model")
+        if parameter.annotation is Conversation:
+            continue
         if parameter.annotation is parameter.empty:
             raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} has no type")
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -125,9 +152,14 @@ class ToolBox:
     """The server's own tools."""
 
     def __init__(
-        self, tools: Iterable[ServerTool] = (), threads: asyncio.Semaphore | None = None
+        self,
+        tools: Iterable[ServerTool] = (),
+        threads: asyncio.Semaphore | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
-        """``threads``: those of another box, to be shared with it."""
+        """``threads``: those of another box, to be shared with it. ``conversation``: whose tools
+        they are; None: nobody's yet."""
+        self.conversation = conversation
         self._tools: dict[str, ServerTool] = {}
         for entry in tools:
             if entry.tool.name in self._tools:
@@ -161,7 +193,11 @@ class ToolBox:
     def plus(self, *tools: ServerTool) -> ToolBox:
         """These tools and ``tools``, with the same threads. Raises ConfigError when a name is there
         twice."""
-        return ToolBox((*self._tools.values(), *tools), self._threads)
+        return ToolBox((*self._tools.values(), *tools), self._threads, self.conversation)
+
+    def of(self, conversation: Conversation) -> ToolBox:
+        """These tools, for ``conversation``."""
+        return ToolBox(self._tools.values(), self._threads, conversation)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,7 +243,9 @@ class ToolBox:
             checked = entry.arguments.model_validate_json(arguments or "{}")
         except ValidationError as error:
             return Outcome(error=_argument_error(error))
-        values = {field: getattr(checked, field) for field in type(checked).model_fields}
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        if entry.asks_for is not None:
+            values[entry.asks_for] = self.conversation or Conversation()
         try:
             async with asyncio.timeout(entry.timeout_s):
                 result = await self._call(entry, values)

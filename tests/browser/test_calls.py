@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -182,6 +183,87 @@ async def test_a_line_that_cannot_be_mended_says_how_long_it_is_tried(
         await expect(countdown).to_have_text(re.compile(r"For 1\d s more"))
         first = await countdown.text_content()
         await expect(countdown).not_to_have_text(first or "")
+
+
+async def test_a_server_that_is_gone_is_noticed_before_the_browser_does(
+    open_page: OpenPage, words: Path
+) -> None:
+    async with serving(STORY) as server:
+        page = await open_page(server.url, microphone=words)
+        await page.click("#start")
+        await expect(page.locator("#status")).to_have_text("Speaking")
+        # As when the server's process was killed: no packet comes, and nobody answers.
+        await page.route(re.compile("/healthz|/v1/realtime/calls"), lambda route: route.abort())
+        await asyncio.sleep(2.5)
+        await expect(page.locator("#notice-title")).to_be_hidden()  # as long as packets come
+        await page.evaluate(
+            "import('/app.js').then(({page}) => { page.connection.counts = async () => null; })"
+        )
+        await expect(page.locator("#notice-title")).to_have_text("The line broke", timeout=3_400)
+
+
+async def test_a_spell_without_packets_is_not_the_end_of_a_call(
+    open_page: OpenPage, words: Path
+) -> None:
+    async with serving(STORY) as server:
+        page = await open_page(server.url, microphone=words)
+        await page.click("#start")
+        await expect(page.locator("#status")).to_have_text("Speaking")
+        asked = asyncio.Event()
+        page.on("request", lambda request: "healthz" in request.url and asked.set())
+        freeze = """async (isFrozen) => {
+            const { page } = await import("/app.js");
+            const line = page.connection;
+            line.found ??= line.counts;
+            const last = await line.found();
+            line.counts = isFrozen ? async () => last : line.found;
+        }"""
+        await page.evaluate(freeze, True)
+        await asyncio.wait_for(asked.wait(), 10)
+        await page.evaluate(freeze, False)
+        await asyncio.sleep(1.5)
+        await expect(page.locator("#notice-title")).to_be_hidden()
+        assert server.num_sessions == 1
+
+
+async def test_settings_that_are_taken_back_are_the_servers_again(open_page: OpenPage) -> None:
+    async with serving("Sure.", instructions="Be brief.", vad_silence_ms=700) as server:
+        page = await open_page(server.url, microphone=None)
+        updates: list[dict[str, Any]] = []
+
+        def note(frame: str | bytes) -> None:
+            event = json.loads(frame)
+            if event["type"] == "session.update":
+                updates.append(event["session"])
+
+        page.on("websocket", lambda socket: socket.on("framesent", note))
+
+        async def choose(turns: str, instructions: str) -> None:
+            await page.get_by_role("button", name="Settings").click()
+            dialog = page.get_by_role("dialog", name="Settings")
+            await dialog.get_by_label("Connection").select_option("websocket")
+            await dialog.get_by_label("Your turn ends").select_option(turns)
+            await dialog.get_by_label("Instructions").fill(instructions)
+            await page.get_by_role("button", name="Done").click()
+
+        async def is_told(instructions: str) -> bool:
+            count = len(server.engine.requests)
+            await page.fill("#message", "Hello")
+            await page.keyboard.press("Enter")
+            await until(lambda: has_more_than(count))
+            return bool(server.engine.requests[-1][0].content == instructions)
+
+        async def has_more_than(count: int) -> bool:
+            return len(server.engine.requests) > count
+
+        await choose("server_vad", "You are a pirate.")
+        assert await is_told("You are a pirate.")
+        await choose("server", "")
+        assert await is_told("Be brief.")
+        heard = [update["audio"]["input"] for update in updates if "audio" in update]
+        kinds = [one["turn_detection"]["type"] for one in heard]
+        assert kinds == ["server_vad", "semantic_vad"]
+        assert await page.locator(".message-you").count() == 2, "it is the same conversation"
 
 
 async def test_push_to_talk(open_page: OpenPage, words: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jiwer
 import pytest
-from openai import APIStatusError, AsyncOpenAI, OpenAI
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
 from audio.media import read_speech
 from tests.integration.openai_caller import calling, pause, recording, words
@@ -117,6 +117,9 @@ def test_errors_are_the_packages_own(client: OpenAI) -> None:
     with pytest.raises(APIStatusError) as caught:
         client.audio.speech.create(model="tts-1", voice="alloy", input="x", instructions="Shout.")
     assert caught.value.code == "unsupported_value"
+    for silent in ("...", "\N{GRINNING FACE}", "\u2014"):
+        with pytest.raises(BadRequestError, match="nothing in it"):
+            client.audio.speech.create(model="tts-1", voice="alloy", input=silent)
 
 
 async def test_several_at_once(server_url: str, shared_data: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_conversation(client: OpenAI) -> None:
     assert second.usage is not None and second.usage.prompt_tokens_details is not None
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached is not None and cached >= first.usage.prompt_tokens - 16
-    assert [model.id for model in client.models.list()][-1] == "parley"
+    assert [model.id for model in client.models.list()][1] == "parley"
     assert client.models.retrieve("parley").object == "model"
 
 

@@ -203,6 +203,8 @@ def test_short_clauses_are_kept_and_cost_nothing(synthesizer: Synthesizer) -> No
 
 def test_broken_voices_are_named(tts_voice_path: Path, tmp_path: Path) -> None:
     missing = tmp_path / "missing.onnx"
+    with pytest.raises(ModelError, match=r"is a folder: name the file"):
+        Synthesizer(tmp_path)
     with pytest.raises(ModelError, match=r"missing\.onnx"):
         Synthesizer(missing)
 
