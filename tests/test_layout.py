@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("observe",),
         ("engine_options",),
         ("model_store", "model_hub", "model_wheel", "model_catalog", "logging_setup", "clock"),
-        ("config", "errors"),
+        ("config", "errors", "extras"),
     ),
     "llm_core": (
         ("client", "worker", "process", "ipc", "model_jobs", "parallel.follower"),

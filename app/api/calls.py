@@ -29,6 +29,7 @@ from app.auth import Gatekeeper, Grant, peer_of
 from app.connections import Connections
 from app.conversation.services import Services
 from app.errors import ClientError, UnavailableError
+from app.extras import how_to_install
 from app.rate_limits import RateLimits
 from app.transports.webrtc.sdp import Offer, parse_offer
 
@@ -168,8 +169,8 @@ def add_calls(app: FastAPI, around: Surroundings, gatekeeper: Gatekeeper) -> Non
             raise HttpError(
                 501,
                 "webrtc_not_installed",
-                "This server cannot take WebRTC calls: its operator installs them with "
-                "pip install 'parley[webrtc]'. The WebSocket at /v1/realtime works.",
+                "This server cannot take WebRTC calls; the WebSocket at /v1/realtime works. Its "
+                f"operator installs what is missing {how_to_install('webrtc')}",
             )
         return calls, grant
 

@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+from app.extras import how_to_install
+
 
 def main() -> None:
     """Arguments: model file, threads, streams at once, positions a stream."""
@@ -17,7 +19,7 @@ def main() -> None:
     try:
         import xllamacpp  # optional: the extra `bench`
     except ImportError:
-        print(json.dumps({"error": "xllamacpp is not installed: pip install 'parley[bench]'"}))
+        print(json.dumps({"error": f"xllamacpp is not installed; {how_to_install('bench')}"}))
         return
     params = xllamacpp.CommonParams()
     params.model.path = model_path

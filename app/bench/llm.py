@@ -20,6 +20,7 @@ from app.bench import machine
 from app.bench.engines import MeasuredEngine, ParleyEngine
 from app.bench.llm_workloads import Figures, all_workloads, decode, streams
 from app.errors import ParleyError
+from app.extras import how_to_install
 from llm_core import EngineConfig
 
 _MAX_CONTEXT = 4096
@@ -111,7 +112,7 @@ async def _start_peer(options: LlmBenchOptions, num_streams: int) -> MeasuredEng
     try:
         from app.bench.peer import LlamaCppEngine  # httpx is of the extra `bench`
     except ImportError as error:
-        raise ParleyError(f"{error}: pip install 'parley[bench]'") from error
+        raise ParleyError(f"{error}; {how_to_install('bench')}") from error
     return await LlamaCppEngine.start(
         options.model_path,
         num_threads=options.num_threads,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import app
 from app.config import Settings
 from app.errors import ConfigError
+from app.extras import how_to_install
 from app.observe.store import Turn
 
 if TYPE_CHECKING:
@@ -172,8 +173,8 @@ def otlp_spans(settings: Settings) -> TurnSpans:
         export = importlib.import_module("opentelemetry.sdk.trace.export")
     except ImportError as error:
         raise ConfigError(
-            "PARLEY_OTEL_ENDPOINT needs the OpenTelemetry packages: pip install 'parley[otel]' "
-            f"({error})"
+            f"PARLEY_OTEL_ENDPOINT needs the OpenTelemetry packages ({error}); "
+            f"{how_to_install('otel')}"
         ) from error
     otlp = exporter.OTLPSpanExporter(settings.otel_endpoint, timeout=_EXPORT_TIMEOUT_S)
     # Overflow rule: 2,048 spans wait at most, newer ones are dropped, and the SDK logs it.
