@@ -82,7 +82,7 @@ export class Conversation {
       "conversation.item.deleted": (event) => this.deleted(event.item_id),
       "conversation.item.retrieved": (event) => this.retrieved(event.item),
       "response.output_audio.delta": (event) => this.audio(event),
-      "response.output_audio.done": (event) => this.around.player()?.finish(event.item_id),
+      "response.output_audio.done": (event) => this.audioEnds(event),
       "response.output_audio_transcript.delta": (event) => this.words(event),
       "response.output_text.delta": (event) => this.words(event),
       "response.done": (event) => this.answerEnds(event.response),
@@ -256,6 +256,13 @@ export class Conversation {
     const pcm = fromBase64(event.delta);
     this.around.player()?.play(event.item_id, pcm);
     this.around.onAudio(event.response_id, pcm);
+  }
+
+  /** @param {RealtimeEvent} event */
+  audioEnds(event) {
+    // What the filter holds of a sound that was cut would be a click in the silence.
+    if (this.answers.get(event.response_id)?.isCut) return;
+    this.around.player()?.finish(event.item_id);
   }
 
   /** @param {RealtimeEvent} event */

@@ -24,6 +24,13 @@ STATE = """import('/app.js').then(({page}) => {
 })"""
 
 
+COUNT_LATE = """import('/app.js').then(({page}) => {
+  const post = page.player.post.bind(page.player);
+  window.late = 0;
+  page.player.post = (samples) => { window.late += samples.length; post(samples); };
+})"""
+
+
 async def sound(page: Page) -> dict[str, Any]:
     """What the players have counted: the worklet's samples, or the time of the media track."""
     state: dict[str, Any] = await page.evaluate(STATE)
@@ -161,6 +168,7 @@ async def test_speaking_over_an_answer_stops_it(open_page: OpenPage, question: P
         page = await open_page(server.url, microphone=question)
         await page.click("#start")
         await expect(page.locator("#status")).to_have_text("Speaking")
+        await page.evaluate(COUNT_LATE)
         call = server.calls[0]
         truncated = await received(call, "conversation.item.truncate")
         assert truncated["item_id"] == "item_reply_1"
@@ -174,6 +182,7 @@ async def test_speaking_over_an_answer_stops_it(open_page: OpenPage, question: P
         await expect(page.locator(".message-parley")).to_contain_text("interrupted")
         await expect(page.locator(".message-parley .message-text")).to_have_text("Once upon a time")
         await expect(page.locator("#status")).to_have_text("Hearing you")
+        assert await page.evaluate("window.late") == 0, "what was cut is not played, nor its end"
 
 
 async def test_typing_works_without_a_microphone(open_page: OpenPage) -> None:
