@@ -116,13 +116,21 @@ class SlowSession(FakeSession):
         await self.may_answer.wait()
 
 
-async def test_an_attached_client_starts_nothing_in_a_session_that_is_being_closed() -> None:
-    first = CallUnderTest(SlowSession)
+async def two_clients() -> tuple[
+    CallUnderTest, FakeChannel, asyncio.Task[None], asyncio.Task[None]
+]:
+    """A call, the channel of a client that has attached to it, and what runs for either."""
+    first, second = CallUnderTest(SlowSession), FakeChannel()
     running = asyncio.create_task(first.connection.run())
     await first.channel.until("session.created")
-    second, session = FakeChannel(), cast(SlowSession, first.sessions[0])
     attached = asyncio.create_task(first.connection.attach(second))
     await second.until("session.created")
+    return first, second, running, attached
+
+
+async def test_an_attached_client_starts_nothing_in_a_session_that_is_being_closed() -> None:
+    first, second, running, attached = await two_clients()
+    session = cast(SlowSession, first.sessions[0])
     await first.channel.close(1000, "bye")
     await session.is_closing.wait()
     second.say("response.create")
@@ -133,12 +141,8 @@ async def test_an_attached_client_starts_nothing_in_a_session_that_is_being_clos
 
 
 async def test_what_an_attached_client_has_begun_is_there_to_be_closed() -> None:
-    first = CallUnderTest(SlowSession)
-    running = asyncio.create_task(first.connection.run())
-    await first.channel.until("session.created")
-    second, session = FakeChannel(), cast(SlowSession, first.sessions[0])
-    attached = asyncio.create_task(first.connection.attach(second))
-    await second.until("session.created")
+    first, second, running, attached = await two_clients()
+    session = cast(SlowSession, first.sessions[0])
     second.say("response.create")
     await session.is_asked.wait()
     await first.channel.close(1000, "bye")

@@ -22,8 +22,8 @@ import soundfile as sf
 
 from tests.agents_js import agents_folder
 from tests.browser.conftest import OpenPage
+from tests.browser.page_state import until
 from tests.browser.test_calls import is_empty, serving
-from tests.browser.test_page import until
 from tests.rtc_server import STORY
 
 pytestmark = pytest.mark.browser

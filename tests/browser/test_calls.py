@@ -17,7 +17,7 @@ from playwright.async_api import expect
 
 from app.server import create_app, listening
 from tests.browser.conftest import OpenPage
-from tests.browser.test_page import sound, until
+from tests.browser.page_state import sound, until
 from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services, recent
 from tests.rtc_server import STORY, Server, Singer
 

@@ -8,40 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from tests.browser.conftest import PAGES, PHONE, OpenPage
+from tests.browser.page_state import sound, until
 from tests.scripted_realtime import RATE, Call, Script, scripted_server, tone, trace
 
 pytestmark = pytest.mark.browser
-
-STATE = """import('/app.js').then(({page}) => {
-  const rate = page.context?.sampleRate ?? 0;
-  const {totalPlayed = 0, loudest = 0} = page.player ?? {};
-  const {playedMs = 0, loudest: remote = 0} = page.remote ?? {};
-  return {played: totalPlayed + playedMs * rate / 1000, loudest: Math.max(loudest, remote), rate,
-    playing: page.isPlaying};
-})"""
-
 
 COUNT_LATE = """import('/app.js').then(({page}) => {
   const post = page.player.post.bind(page.player);
   window.late = 0;
   page.player.post = (samples) => { window.late += samples.length; post(samples); };
 })"""
-
-
-async def sound(page: Page) -> dict[str, Any]:
-    """What the players have counted: the worklet's samples, or the time of the media track."""
-    state: dict[str, Any] = await page.evaluate(STATE)
-    return state
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
-    """Waits for something that has no event; fails when it does not come."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():  # noqa: ASYNC110  the browser cannot set an event of ours
-            await asyncio.sleep(0.02)
 
 
 async def received(call: Call, kind: str) -> dict[str, Any]:

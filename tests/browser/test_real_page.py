@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from tests.browser.conftest import OpenPage
-from tests.browser.test_page import sound, until
+from tests.browser.page_state import sound, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.integration]
 
