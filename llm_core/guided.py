@@ -272,6 +272,7 @@ def _json_guide(guide: JsonGuide) -> str:
     schema = _schema(guide.schema, "schema") if guide.schema else {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequestError("schema: must be a JSON object")
+    move_references(schema, "")
     return _json(schema, strict=guide.strict)
 
 
@@ -295,17 +296,19 @@ def _schema(text: str, name: str) -> Any:
 
 def _check_texts(value: Any, name: str) -> None:
     """Patterns, names and constants are work at every step, in proportion to their length."""
-    inner: list[Any] = value if isinstance(value, list) else []
-    if isinstance(value, dict):
-        inner = [v for k, v in value.items() if k not in _REMARKS or not isinstance(v, str)]
-        inner += list(value)
-    if isinstance(value, str) and len(value) > MAX_PATTERN_CHARS:
-        raise InvalidRequestError(
-            f"{name}: patterns, names and constants may have at most {MAX_PATTERN_CHARS} "
-            f"characters, got {len(value)}"
-        )
-    for item in inner:
-        _check_texts(item, name)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += [v for k, v in value.items() if k not in _REMARKS or not isinstance(v, str)]
+            waiting += value
+        elif isinstance(value, str) and len(value) > MAX_PATTERN_CHARS:
+            raise InvalidRequestError(
+                f"{name}: patterns, names and constants may have at most {MAX_PATTERN_CHARS} "
+                f"characters, got {len(value)}"
+            )
 
 
 def _first_line(text: str) -> str:
