@@ -72,8 +72,7 @@ def _needs_more(schema: dict[str, Any]) -> bool:
 
 def move_references(schema: Any, pointer: str) -> None:
     """Changes ``schema``: its references into itself (``#/$defs/x``) still find what they mean when
-    it stands at ``pointer`` of another schema. They are written as URIs: ``#/$defs/Gr%C3%B6%C3%9Fe``.
-    """
+    it stands at ``pointer`` of another schema. They are then URIs: ``#/$defs/a%20b``."""
     own_id = schema.pop("$id", None) if isinstance(schema, dict) else None
     for one in _schemas(schema):
         target = one.get("$ref")
