@@ -253,9 +253,10 @@ def _tool_rules(guide: ToolGuide, tool_format: ToolFormat) -> str:
         more = ' ("\\n" call)*' if guide.parallel else ""
         text = "" if guide.required or guide.text is None else f" | {_json_guide(guide.text)}"
         return f'start: call{more}{text}\ncall: "<tool_call>" {body}'
-    calls_in_text = "call*" if guide.parallel else "call?"
+    # Behind an only call there is nothing: text there could be another one, of any form.
+    calls_in_text = "call* TEXT" if guide.parallel else "call | TEXT"
     return (
-        f"start: {calls_in_text} TEXT\nTEXT: /(.|\\n)*/\n"
+        f"start: {calls_in_text}\nTEXT: /(.|\\n)*/\n"
         f'begin[lazy]: TEXT "<tool_call>"\ncall: begin {body}'
     )
 

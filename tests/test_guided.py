@@ -210,7 +210,10 @@ def test_free_calls_are_well_formed_and_text_is_free() -> None:
     ):
         assert not fits(guide, wrong), wrong
     once = ToolGuide(tools=TOOLS, parallel=False)
-    assert fits(once, PARIS) and fits(once, "no call")
+    assert fits(once, PARIS) and fits(once, f"Sure. {PARIS}") and fits(once, "no call")
+    for more in (STOP, "<tool_call>\n{", "<tool_call> go"):
+        assert not fits(once, f"{PARIS}\n{more}"), more
+        assert not fits(once, f"{PARIS}{more}"), more
 
 
 def test_calls_or_json() -> None:
