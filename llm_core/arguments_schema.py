@@ -65,7 +65,8 @@ def close_objects(schema: Any) -> None:
 
 def _needs_more(schema: dict[str, Any]) -> bool:
     """No object of just the named properties would do."""
-    names, required, least = (schema.get(k) for k in ("properties", "required", "minProperties"))
+    names: dict[str, Any] = schema["properties"]
+    required, least = schema.get("required"), schema.get("minProperties")
     is_unnamed = isinstance(required, list) and any(name not in list(names) for name in required)
     return is_unnamed or (isinstance(least, int | float) and least > len(names))
 
