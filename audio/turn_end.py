@@ -15,6 +15,7 @@ something wants the answer. So what the recogniser's ear makes of the voice coun
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -261,8 +262,7 @@ def tells(text: str) -> bool:
         return False
     last = _last_sentence(end)
     sentence = _words(last)
-    while sentence and sentence[0] in OPENERS:
-        sentence = sentence[1:]
+    sentence = list(itertools.dropwhile(OPENERS.__contains__, sentence))
     if len(sentence) < _SHORTEST_STORY:
         return False
     if sentence[0] in SUBORDINATORS and "," in last:  # "If you ask me, it was ..."

@@ -253,9 +253,10 @@ def _tool_rules(guide: ToolGuide, tool_format: ToolFormat) -> str:
         more = ' ("\\n" call)*' if guide.parallel else ""
         text = "" if guide.required or guide.text is None else f" | {_json_guide(guide.text)}"
         return f'start: call{more}{text}\ncall: "<tool_call>" {body}'
-    calls_in_text = "call*" if guide.parallel else "call?"
+    # Behind an only call there is nothing: text there could be another one, of any form.
+    calls_in_text = "call* TEXT" if guide.parallel else "call | TEXT"
     return (
-        f"start: {calls_in_text} TEXT\nTEXT: /(.|\\n)*/\n"
+        f"start: {calls_in_text}\nTEXT: /(.|\\n)*/\n"
         f'begin[lazy]: TEXT "<tool_call>"\ncall: begin {body}'
     )
 
@@ -272,6 +273,7 @@ def _json_guide(guide: JsonGuide) -> str:
     schema = _schema(guide.schema, "schema") if guide.schema else {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequestError("schema: must be a JSON object")
+    move_references(schema, "")
     return _json(schema, strict=guide.strict)
 
 
@@ -295,17 +297,19 @@ def _schema(text: str, name: str) -> Any:
 
 def _check_texts(value: Any, name: str) -> None:
     """Patterns, names and constants are work at every step, in proportion to their length."""
-    inner: list[Any] = value if isinstance(value, list) else []
-    if isinstance(value, dict):
-        inner = [v for k, v in value.items() if k not in _REMARKS or not isinstance(v, str)]
-        inner += list(value)
-    if isinstance(value, str) and len(value) > MAX_PATTERN_CHARS:
-        raise InvalidRequestError(
-            f"{name}: patterns, names and constants may have at most {MAX_PATTERN_CHARS} "
-            f"characters, got {len(value)}"
-        )
-    for item in inner:
-        _check_texts(item, name)
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += [v for k, v in value.items() if k not in _REMARKS or not isinstance(v, str)]
+            waiting += value
+        elif isinstance(value, str) and len(value) > MAX_PATTERN_CHARS:
+            raise InvalidRequestError(
+                f"{name}: patterns, names and constants may have at most {MAX_PATTERN_CHARS} "
+                f"characters, got {len(value)}"
+            )
 
 
 def _first_line(text: str) -> str:

@@ -100,20 +100,23 @@ class PromptBuilder:
         step = max(1, round(limit * (1 - retention_ratio)))
         first = self._first_in_reach(system, turns, step)
         starts = [start for start in starts if start >= first] or starts[-1:]
-        token_ids = self._encode_few([*system, *turns[starts[0] :]], continues_last)
-        first = starts[0]
-        if len(token_ids) > limit:
-            excess = -(-(len(token_ids) - limit) // step) * step
-            first += self._excess_messages(turns[first:], len(token_ids), excess, len(system))
-        for start in starts:
-            if start < first and start != starts[-1]:
-                continue
-            if start > starts[0]:
-                token_ids = self._encode_few([*system, *turns[start:]], continues_last)
-            if len(token_ids) <= limit:
-                return Prompt(token_ids, start)
+        start = starts[0]
+        token_ids = self._encode_few([*system, *turns[start:]], continues_last)
+        excess = len(token_ids) - limit
+        if excess > 0:
+            lengths = self._lengths(system, turns[start:], len(token_ids))
+            first, excess = start, -(-excess // step) * step
+        while excess > 0 and start != starts[-1]:
+            # An estimate that was too low is not made again turn by turn: each is encoded whole.
+            while excess > 0 and first < len(turns):
+                excess -= lengths[first - starts[0]]
+                first += 1
+            start = next((s for s in starts if s >= max(first, start + 1)), starts[-1])
+            first = start
+            token_ids = self._encode_few([*system, *turns[start:]], continues_last)
+            excess = len(token_ids) - limit
         self._check_length(len(token_ids), reply_len)
-        raise AssertionError("a prompt that fits was returned")
+        return Prompt(token_ids, start)
 
     def _first_in_reach(
         self, system: list[ChatMessage], turns: list[ChatMessage], step: int
@@ -139,18 +142,17 @@ class PromptBuilder:
             first += 1
         return first
 
-    def _excess_messages(
-        self, turns: list[ChatMessage], total_len: int, excess: int, num_system: int
-    ) -> int:
-        """How many of the oldest to leave out, for at least ``excess`` tokens."""
-        lengths = [len(self._tokenizer.encode(message.content)) for message in turns]
-        # What the template puts around a message, about; the outcome is checked exactly.
-        frame_len = max(0, total_len - sum(lengths)) // (len(turns) + num_system + 1)
-        index = 0
-        while excess > 0 and index < len(turns):
-            excess -= lengths[index] + frame_len
-            index += 1
-        return index
+    def _lengths(
+        self, system: list[ChatMessage], turns: list[ChatMessage], total_len: int
+    ) -> list[int]:
+        """Tokens of each of ``turns``, about: the prompt of all has ``total_len``."""
+        lengths = [
+            sum(len(self._tokenizer.encode(text)) for text in _texts(message))
+            for message in (*system, *turns)
+        ]
+        # What the template puts around a message; the outcome is checked exactly.
+        frame_len = max(0, total_len - sum(lengths)) // len(lengths)
+        return [length + frame_len for length in lengths[len(system) :]]
 
     def _encode_few(self, messages: list[ChatMessage], continues_last: bool) -> list[int]:
         self._check_bytes(messages)

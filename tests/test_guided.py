@@ -143,6 +143,22 @@ def test_references_inside_the_parameters_of_a_tool() -> None:
     assert takes(tree, '{"child": {"child": {}}}') and not takes(tree, '{"child": {"x": 1}}')
 
 
+@pytest.mark.parametrize("name", ["Größe", "a b", "List<str>", "100%25", "a~1b"])
+def test_references_to_names_of_any_letters(name: str) -> None:
+    key = name.replace("%25", "%").replace("~1", "/")
+    size = {"$defs": {key: {"type": "integer"}}}
+    parameters = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}, **size}
+    assert takes(parameters, '{"a": 1}') and not takes(parameters, '{"a": "x"}')
+    assert fits(schema(**parameters), '{"a": 1}')
+
+
+def test_references_in_a_schema_with_a_name_of_its_own() -> None:
+    for own_id in ("https://example.com/order", "/order", "order#"):
+        for ref in ("#/$defs/A", f"{own_id.removesuffix('#')}#/$defs/A"):
+            parameters = {"$id": own_id, "properties": {"a": {"$ref": ref}}}
+            assert takes({**parameters, "$defs": {"A": {"type": "integer"}}}, '{"a": 1}'), ref
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -164,6 +180,10 @@ def test_references_inside_the_parameters_of_a_tool() -> None:
             "properties": {"a": {"type": "integer"}},
             "anyOf": [{"properties": {"b": {"type": "integer"}}, "required": ["b"]}],
         },
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]},
+        {"type": "object", "properties": {}, "minProperties": 1},
+        {"type": "object", "properties": {}, "propertyNames": {"pattern": "^[ab]$"}},
+        {"properties": {"a": {"type": "integer"}}, "dependentRequired": {"a": ["b"]}},
     ],
 )
 def test_objects_that_may_have_more_still_do(parameters: dict[str, Any]) -> None:
@@ -190,7 +210,10 @@ def test_free_calls_are_well_formed_and_text_is_free() -> None:
     ):
         assert not fits(guide, wrong), wrong
     once = ToolGuide(tools=TOOLS, parallel=False)
-    assert fits(once, PARIS) and fits(once, "no call")
+    assert fits(once, PARIS) and fits(once, f"Sure. {PARIS}") and fits(once, "no call")
+    for more in (STOP, "<tool_call>\n{", "<tool_call> go"):
+        assert not fits(once, f"{PARIS}\n{more}"), more
+        assert not fits(once, f"{PARIS}{more}"), more
 
 
 def test_calls_or_json() -> None:

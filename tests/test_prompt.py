@@ -29,7 +29,15 @@ class Counting:
         return [token for piece in pieces for token in self.encode(piece)]
 
     def render(self, messages: Sequence[ChatMessage]) -> list[str]:
-        return [message.content for message in messages]
+        return [
+            part
+            for message in messages
+            for part in (
+                message.content,
+                *(call.arguments for call in message.tool_calls),
+                *(tool.description for tool in message.tools),
+            )
+        ]
 
 
 def builder(counting: Counting) -> PromptBuilder:
@@ -110,3 +118,28 @@ def test_turns_that_are_too_long_with_the_last_one_alone_are_refused() -> None:
     messages = [*long_conversation(10, 100), ChatMessage("user", "1" * 100_000)]
     with pytest.raises(PromptTooLongError, match="more than 2500 tokens"):
         builder(Counting(1)).build(messages, reply_len=10, overflow="drop_oldest")
+
+
+@pytest.mark.parametrize("where", ["tools", "calls"])
+def test_what_is_left_out_is_not_found_by_encoding_turn_after_turn(where: str) -> None:
+    """Short turns behind long declarations of tools, or before turns with long calls."""
+    counting = Counting(1)
+    tools: tuple[ToolSpec, ...] = ()
+    calls: list[ChatMessage] = []
+    if where == "tools":
+        tools = (ToolSpec(name="f", description="d" * 1200),)
+    else:
+        call = ToolCall(call_id="c", name="f", arguments="1" * 400)
+        calls = [
+            ChatMessage("assistant", "", tool_calls=(call,)),
+            ChatMessage("tool", "Done.", call_id="c"),
+        ]
+    turns = [ChatMessage(role, "ok") for _ in range(400) for role in ("user", "assistant")]
+    end = [ChatMessage("user", "Please."), *calls * 3, ChatMessage("user", "And now?")]
+    prompt = builder(counting).build(
+        [ChatMessage("system", "Be kind.", tools=tools), *turns, *end],
+        reply_len=10,
+        overflow="drop_oldest",
+    )
+    assert prompt.num_dropped and len(prompt.token_ids) > MAX_CONTEXT / 2
+    assert counting.num_chars < 6 * MAX_CONTEXT

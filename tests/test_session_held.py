@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from app.conversation.events import Item, Part
 from llm_core import ChatMessage
+from tests.fake_engines import ShortContextEngine
 from tests.fakes import ScriptedEngine, settle, silence, voice
 from tests.session_call import call
 
@@ -33,6 +34,18 @@ async def test_changed_instructions_are_read_before_anybody_speaks() -> None:
         await c.session.update(replace(c.session.config, instructions="Be kind."))
         await settle()
         assert len(c.engine.prefills) == before + 1, "nothing else is to be read"
+
+
+async def test_instructions_that_are_changed_again_hold_nobody_up() -> None:
+    engine = ShortContextEngine(1_000, "Yes.")
+    async with call(engine) as c:
+        await settle()
+        engine.prefill_gate.clear()  # long ones: they are still being read
+        await c.session.update(replace(c.session.config, instructions="Be kind."))
+        await settle()
+        await c.session.update(replace(c.session.config, instructions="Be brief."))
+        await settle()
+        assert engine.prefills[-1] == [ChatMessage("system", "Be brief.")]
 
 
 async def test_a_response_asked_for_in_a_pause_replaces_the_held_answer() -> None:

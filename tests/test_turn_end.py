@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -317,3 +318,11 @@ def test_waits_are_in_order() -> None:
         a, b = WAITS[one], WAITS[other]  # type: ignore[index]
         assert (a.sure, a.unsure, a.unknown) < (b.sure, b.unsure, b.unknown)
         assert (a.sure_score, a.likely) < (b.sure_score, b.likely)
+
+
+@pytest.mark.parametrize("part", ["and ", "so well and ", "a.", "4, 1, ", "... ", " ", "日", "a-"])
+def test_a_very_long_turn_is_judged_soon(part: str) -> None:
+    text = part * (400_000 // len(part))
+    began_s = time.process_time()
+    silence_ms(Evidence(text, end_odds=0.0))
+    assert time.process_time() - began_s < 3.0  # which time that grows as its square is not

@@ -54,11 +54,16 @@ export class Pulse {
   }
 }
 
-/** @returns {Promise<boolean>} */
+/**
+ * Any answer will do, also that of a proxy which would have people sign in again elsewhere.
+ *
+ * @returns {Promise<boolean>}
+ */
 async function serverAnswers() {
   try {
     const signal = AbortSignal.timeout(ANSWER_WITHIN_MS);
-    await fetch(new URL("healthz", document.baseURI), { cache: "no-store", signal });
+    const url = new URL("healthz", document.baseURI);
+    await fetch(url, { cache: "no-store", redirect: "manual", signal });
     return true;
   } catch {
     return false;

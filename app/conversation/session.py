@@ -142,8 +142,10 @@ class Session:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Long instructions take seconds to read: the next turn need not wait for that."""
-        if self._responses.running is None and self._ahead.is_idle:
+        """Long instructions take seconds to read: the next turn need not wait for that, nor for
+        those that were read before and are not wanted any more."""
+        is_free = self._ahead.is_idle or self._dialog.caller is floor.Caller.SILENT
+        if self._responses.running is None and is_free:
             self._ahead.do(warm(self._services.engine, self.config, self._responses.prompt()))
 
     # --- the caller's audio ---

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import soundfile as sf
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
 from app.server import create_app, listening
 from tests.browser.conftest import OpenPage
@@ -202,11 +202,17 @@ async def test_a_server_that_is_gone_is_noticed_before_the_browser_does(
         await expect(page.locator("#notice-title")).to_have_text("The line broke", timeout=3_400)
 
 
+@pytest.mark.parametrize("is_behind_proxy", [False, True])
 async def test_a_spell_without_packets_is_not_the_end_of_a_call(
-    open_page: OpenPage, words: Path
+    open_page: OpenPage, words: Path, is_behind_proxy: bool
 ) -> None:
+    async def sign_in(route: Route) -> None:
+        await route.fulfill(status=302, headers={"Location": "https://sign-in.invalid/"})
+
     async with serving(STORY) as server:
         page = await open_page(server.url, microphone=words)
+        if is_behind_proxy:  # which would have the page sign in again
+            await page.route("**/healthz", sign_in)
         await page.click("#start")
         await expect(page.locator("#status")).to_have_text("Speaking")
         asked = asyncio.Event()
@@ -217,13 +223,14 @@ async def test_a_spell_without_packets_is_not_the_end_of_a_call(
             line.found ??= line.counts;
             const last = await line.found();
             line.counts = isFrozen ? async () => last : line.found;
+            line.mend = async () => { window.isMended = true; };
         }"""
         await page.evaluate(freeze, True)
         await asyncio.wait_for(asked.wait(), 10)
         await page.evaluate(freeze, False)
         await asyncio.sleep(1.5)
         await expect(page.locator("#notice-title")).to_be_hidden()
-        assert server.num_sessions == 1
+        assert not await page.evaluate("window.isMended") and server.num_sessions == 1
 
 
 async def test_settings_that_are_taken_back_are_the_servers_again(open_page: OpenPage) -> None:
