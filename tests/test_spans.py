@@ -198,5 +198,5 @@ def test_a_real_receiver_gets_them() -> None:
 
 def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'parley\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"--editable '\.\[otel\]'"):
         otlp_spans(load_settings(otel_endpoint="http://127.0.0.1:1/v1/traces"))
