@@ -25,6 +25,7 @@ from audio.asr_tail import tail_of
 from audio.asr_words import Sound, Span
 from audio.errors import AudioError, ModelError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
+from audio.language import language_code
 
 MAX_FRAMES = 3_000
 FRAMES_PER_S = 100
@@ -78,8 +79,7 @@ class WhisperDecoder:
         """
         if language is None:
             return None if self.is_multilingual else "en"
-        code = language.strip().lower().replace("_", "-").split("-")[0]
-        code = "en" if code == "english" else code
+        code = language_code(language)
         known = self._whisper.supported_languages
         if code not in known:
             names = "English only" if len(known) == 1 else f"{len(known)} languages"

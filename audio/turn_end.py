@@ -144,8 +144,7 @@ def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
         evidence.end_marks,
         evidence.end_odds,
     )
-    is_guess = all(sign is None for sign in signs)
-    if is_guess:
+    if all(sign is None for sign in signs):
         waits = replace(waits, sure_score=max(waits.sure_score, _SURE_WITHOUT_MODEL))
     is_heard = evidence.end_odds is not None
     return wait_ms(score(evidence), evidence.text, waits, is_heard=is_heard)
@@ -190,7 +189,7 @@ def score(evidence: Evidence) -> float:
 
 
 def words_signs(text: str) -> tuple[float, ...]:
-    """What the words amount to, as the regression sees it; so do the three below."""
+    """What the words amount to, as the regression sees it, like all signs below."""
     kind = judge(text)
     return (
         float(kind is Completeness.QUESTION),
@@ -239,7 +238,7 @@ def judge(text: str) -> Completeness:
     words = _words(text)
     if not words:
         return Completeness.NOTHING
-    end = text.rstrip("\"'”)] ")
+    end = _without_closing(text)
     asks = end.endswith("?")
     if _is_trailing(words, end, asks=asks):
         return Completeness.TRAILING
@@ -257,12 +256,11 @@ def judge(text: str) -> Completeness:
 
 def tells(text: str) -> bool:
     """Whether the last sentence says something of somebody, rather than asks for something."""
-    end = text.rstrip("\"'\u201d)] ")
+    end = _without_closing(text)
     if end.endswith("?"):
         return False
     last = _last_sentence(end)
-    sentence = _words(last)
-    sentence = list(itertools.dropwhile(OPENERS.__contains__, sentence))
+    sentence = list(itertools.dropwhile(OPENERS.__contains__, _words(last)))
     if len(sentence) < _SHORTEST_STORY:
         return False
     if sentence[0] in SUBORDINATORS and "," in last:  # "If you ask me, it was ..."
@@ -270,6 +268,11 @@ def tells(text: str) -> bool:
     if sentence[0] not in SUBJECTS:
         return False
     return not WISHES.intersection(sentence[:4])
+
+
+def _without_closing(text: str) -> str:
+    """Up to the last sentence's own mark: quotes and brackets are closed behind it."""
+    return text.rstrip("\"'\u201d)] ")
 
 
 def _words(text: str) -> list[str]:

@@ -102,21 +102,17 @@ def main() -> None:
     pauses = np.array([e["pause_ms"] or 0.0 for e in events])
     speakers = np.array([e["speaker"] for e in events])
     odds = examples.cross_fitted(np.array([e["tail"] for e in events]), speakers)
-    model = np.array([[_logprob(e)] for e in events])
+    model = [_logprob(e) for e in events]
+    ear = np.array(
+        [ear_signs(o, e["text"], m) for o, e, m in zip(odds, events, model, strict=True)]
+    )
     parts = {
         "words": np.array([words_signs(e["text"]) for e in events]),
         "prosody": np.array([_prosody(e) for e in events]),
-        "model": model,
+        "model": np.array(model)[:, None],
         "marks": np.array([mark_signs(EndMarks(*e["end_marks"][:6])) for e in events]),
-        "tail": np.array(
-            [ear_signs(o, e["text"], None) for o, e in zip(odds, events, strict=True)]
-        ),
-        "tail, model": np.array(
-            [
-                ear_signs(o, e["text"], m)[-1:]
-                for o, e, (m,) in zip(odds, events, model, strict=True)
-            ]
-        ),
+        "tail": ear[:, :-1],
+        "tail, model": ear[:, -1:],
         "heard": np.array([[heard_sign(e["turn_model"])] for e in events]),
     }
     print(
@@ -308,8 +304,7 @@ def _in_use(
         f"{eagerness}: true ends after p50 {p50:.0f}, p75 {p75:.0f}, p90 {p90:.0f}, p95 "
         f"{p95:.0f}, mean {ends.mean():.0f} ms; pauses cut {cut.mean():.1%} (made "
         f"{cut[is_made].mean():.1%}, spliced {cut[~is_made].mean():.1%}, {cut[is_hard].sum()} of "
-        f"the hard set's "
-        f"{is_hard.sum()}), an answer heard in {heard.mean():.1%} (made "
+        f"the hard set's {is_hard.sum()}), an answer heard in {heard.mean():.1%} (made "
         f"{heard[is_made].mean():.1%}), a word of it in {lasting.mean():.1%}"
     )
     return float(ends.mean()), float(cut.mean())

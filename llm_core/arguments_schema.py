@@ -25,19 +25,21 @@ _OF_URIS = "/%~!$&'()*+,;=:@?"
 # Keywords that hold schemas by names; alone or in lists.
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _OTHERS = (
-    *("items", "prefixItems", "contains", "additionalProperties", "unevaluatedProperties"),
-    *(
-        "additionalItems",
-        "unevaluatedItems",
-        "propertyNames",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "not",
-        "if",
-        "then",
-        "else",
-    ),
+    "items",
+    "prefixItems",
+    "contains",
+    "additionalItems",
+    "unevaluatedItems",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "not",
+    "if",
+    "then",
+    "else",
 )
 
 

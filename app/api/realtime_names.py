@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 
 from app.config import Settings
 from app.errors import ClientError
+from audio.language import language_code
 
 # Clients send OpenAI's names without being asked, so these stand for whatever is loaded here.
 OPENAI_VOICES = frozenset(
@@ -78,12 +79,6 @@ def check_transcription(names: Names, model: str | None, language: str | None) -
             code="invalid_value",
             param=f"{path}.model",
         )
-
-
-def language_code(language: str) -> str:
-    """Of "en-US", "EN" or "english": "en"."""
-    code = language.strip().lower().replace("_", "-").split("-")[0]
-    return "en" if code == "english" else code
 
 
 def check_language(names: Names, language: str, param: str) -> None:

@@ -26,7 +26,6 @@ from app.api.realtime_names import (
     Names,
     check_transcription,
     check_voice,
-    language_code,
     model_not_found,
 )
 from app.api.realtime_tools import Choice, Tools, check_tools, choice_to_wire, tools_of
@@ -41,6 +40,7 @@ from app.conversation.session_config import (
 )
 from app.errors import ClientError
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat
+from audio.language import language_code
 
 _FORMATS = {"audio/pcm": PCM16_24K, "audio/pcmu": PCMU_8K, "audio/pcma": PCMA_8K}
 

@@ -19,8 +19,9 @@ from app.api.realtime_fields import (
     only,
     unsupported,
 )
-from app.api.realtime_names import Names, check_language, language_code
+from app.api.realtime_names import Names, check_language
 from app.errors import ClientError
+from audio.language import language_code
 
 OutputFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]
 # Fields that may be given several times are lists; clients write them with brackets.
