@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
 	done)
 
-FAST_TESTS = $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(sort $(wildcard tests/test_*.py))
+FAST_TESTS = $(PY) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/unit
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -47,14 +47,14 @@ check: $(STAMP)-check ## ruff, mypy --strict, the layout test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layout.py
+	$(PY) -m pytest -q tests/unit/project/test_layout.py
 
 format: $(STAMP)-check ## let ruff rewrite the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 system: ## the Debian packages that tests need (a browser, a compiler...), where they can be installed
-	@sh tests/install_system.sh
+	@sh tests/support/install_system.sh
 
 clean: ## remove .venv, caches and build output; models and data in PARLEY_HOME stay
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

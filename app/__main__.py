@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from app.cli import main
+    from app.cli.main import main
 except KeyboardInterrupt:  # it takes half a second, in which people change their mind
     sys.exit(130)
 

@@ -1,6 +1,7 @@
 """Structured logs: one line an event, with the ids of the session and turn it belongs to.
 
-    2026-01-31T12:00:00.123Z info app.api.realtime session=sess_1f turn=- channel closed code=1000
+    2026-01-31T12:00:00.123Z info app.api.realtime.connection session=sess_1f turn=- channel closed
+    code=1000
 
 What callers say is logged only when the settings ask for it; keys never are.
 """

@@ -12,8 +12,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from kernels import cpu, cpu_attention, reference
-from kernels.attention import KvRun
+from kernels import reference
+from kernels.kv_runs import KvRun
+from kernels.torch_cpu import attention as cpu_attention
+from kernels.torch_cpu import elementwise
 
 BackendName = Literal["cpu", "reference"]
 
@@ -51,7 +53,7 @@ class Backend:
 
 def select_backend(name: BackendName = "cpu") -> Backend:
     """The operations of backend ``name``."""
-    module = {"cpu": cpu, "reference": reference}[name]
+    module = {"cpu": elementwise, "reference": reference}[name]
     attention = {"cpu": cpu_attention, "reference": reference}[name]
     return Backend(
         name=name,

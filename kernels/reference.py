@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.attention import KvRun, causal_mask
+from kernels.kv_runs import KvRun, causal_mask
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -3,7 +3,16 @@
 This root is all that other packages import. It loads no torch: only the engine process does.
 """
 
+from llm_core.chat import (
+    ToolArguments,
+    ToolCallEnd,
+    ToolCallParser,
+    ToolCallStart,
+    ToolEvent,
+    ToolText,
+)
 from llm_core.client import EngineClient, Reply
+from llm_core.config import HeadKind
 from llm_core.errors import (
     EngineBusyError,
     EngineDiedError,
@@ -12,23 +21,6 @@ from llm_core.errors import (
     ModelLoadError,
     PromptTooLongError,
     RequestTimeoutError,
-)
-from llm_core.job_options import (
-    Agreement,
-    DistillOptions,
-    DistillReport,
-    HeadKind,
-    HeadProgress,
-    PerplexityOptions,
-    PerplexityReport,
-    Progress,
-    QuantizeMethod,
-    QuantizeOptions,
-    QuantizeReport,
-    ShortenOptions,
-    ShortenReport,
-    TrainHeadOptions,
-    TrainHeadReport,
 )
 from llm_core.messages import (
     Alternative,
@@ -59,20 +51,26 @@ from llm_core.messages import (
     Usage,
 )
 from llm_core.model_hash import content_hash
-from llm_core.model_jobs import (
+from llm_core.offline import (
+    Agreement,
+    DistillOptions,
+    DistillReport,
+    HeadProgress,
+    PerplexityOptions,
+    PerplexityReport,
+    Progress,
+    QuantizeMethod,
+    QuantizeOptions,
+    QuantizeReport,
+    ShortenOptions,
+    ShortenReport,
+    TrainHeadOptions,
+    TrainHeadReport,
     distill_model,
     measure_perplexity,
     quantize_model,
     shorten_text,
     train_head,
-)
-from llm_core.tool_calls import (
-    ToolArguments,
-    ToolCallEnd,
-    ToolCallParser,
-    ToolCallStart,
-    ToolEvent,
-    ToolText,
 )
 
 __all__ = [

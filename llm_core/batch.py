@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.gpu.sampling_inputs import SamplingInputs
+from kernels.gpu.sampling.inputs import SamplingInputs
 
 MAXIMUM_LEN = 64  # logits of which the largest is noted, see ``ForwardResult``
 

@@ -15,6 +15,10 @@ Activation = Literal["silu", "gelu_tanh"]
 KvDtype = Literal["float32", "bfloat16", "int8", "fp8"]  # of keys and values
 
 
+# The kinds of draft heads that can be trained and loaded.
+HeadKind = Literal["eagle3", "eagle1", "medusa"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRope:
     """Position interpolation (Chen et al. 2023): every frequency divided by ``factor``."""

@@ -22,9 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from llm_core.engine import Engine, Output
-from llm_core.errors import LlmError, ModelLoadError
-from llm_core.ipc import (
+from llm_core.client import (
     Abort,
     Command,
     CommitDraft,
@@ -51,9 +49,11 @@ from llm_core.ipc import (
     encode_events,
     receive_command,
 )
+from llm_core.engine import Engine, Output
+from llm_core.errors import LlmError, ModelLoadError
 from llm_core.messages import EngineConfig, PrefillResult
 from llm_core.model_hash import content_hash
-from llm_core.process_log import add_log_arguments, start_logging
+from llm_core.process_logging import add_log_arguments, start_logging
 
 logger = logging.getLogger("llm_core.worker")
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.no_skips import is_ci, pytest_make_collect_report, pytest_runtest_makereport
-from tests.server_env import BRIEF
+from tests.support.no_skips import is_ci, pytest_make_collect_report, pytest_runtest_makereport
+from tests.support.paths import ROOT
+from tests.support.server_env import BRIEF
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
-ROOT = Path(__file__).resolve().parent.parent
 
 # No limits of time, which a busy machine exceeds; and in CI every run tries the same examples.
 settings.register_profile(
@@ -44,7 +44,7 @@ def shared_data() -> Path:
 def _model(name: str) -> Path:
     from app.config import load_settings
     from app.errors import ModelStoreError
-    from app.model_store import ModelStore
+    from app.models.store import ModelStore
 
     try:
         return ModelStore(load_settings().home).resolve(name)

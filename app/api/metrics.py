@@ -8,7 +8,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from app.conversation.services import Services
+from app.conversation import Services
 from llm_core import EngineStats, LlmError
 
 # A scrape must not wait for an engine that hangs; then its figures are missing, which alerts.

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from app.api.realtime_names import OWN_NAME, Names
-from app.conversation.engines import TalkEngine
+from app.api.model_names import OWN_NAME, Names
 from app.errors import ClientError
+from app.routing import TalkEngine
 
 # Clients and load tools send OpenAI's names without being asked; as in the Realtime API they stand
 # for what is loaded here. Answers carry the true name.

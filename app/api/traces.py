@@ -15,13 +15,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from app.api.http_body import read_body
-from app.api.realtime_fields import WireModel, parse_body
+from app.api.http.body import read_body
+from app.api.validation import WireModel, parse_body
 from app.errors import ClientError
-from app.observe.canary import LANES
-from app.observe.query import TraceFilter, TraceQuery, period_ms
-from app.observe.trace import OUTCOMES
-from app.observe.writer import TraceWriter
+from app.observe import LANES, OUTCOMES, TraceFilter, TraceQuery, TraceWriter, period_ms
 
 MAX_TRACES = 1000
 _MAX_MS = 3_600_000.0

@@ -1,1 +1,83 @@
 """One caller's conversation: who has the floor, what was said, what is being answered."""
+
+from app.conversation.eager_admission import Load
+from app.conversation.events import (
+    DtmfReceived,
+    Item,
+    OutputAudio,
+    OutputDone,
+    Part,
+    PlaybackCut,
+    ResponseDone,
+    ResponseStarted,
+    SessionEvent,
+    Sink,
+    SpeechStarted,
+    ToolCall,
+    ToolOutput,
+    TranscriptionCompleted,
+)
+from app.conversation.ids import new_id
+from app.conversation.response.out_of_band import SideResponses
+from app.conversation.response.spec import ResponseRequest
+from app.conversation.response.tools import Conversation, ToolBox, tool
+from app.conversation.services import Services
+from app.conversation.session import Session
+from app.conversation.session_config import (
+    DetectionKind,
+    Eagerness,
+    NoiseReduction,
+    SessionConfig,
+    Tool,
+    ToolChoice,
+    TurnDetection,
+)
+from app.conversation.speech.asr_scheduler import BusyRecognizerError, Recognition
+from app.conversation.speech.batch_synthesis import read_aloud
+from app.conversation.speech.batch_transcription import Dictated, dictate
+from app.conversation.speech.filler import Filler
+from app.conversation.speech.tts_scheduler import Speaking
+from app.conversation.tasks import Tasks
+from app.conversation.warm_up import warm_up
+
+__all__ = [
+    "BusyRecognizerError",
+    "Conversation",
+    "DetectionKind",
+    "Dictated",
+    "DtmfReceived",
+    "Eagerness",
+    "Filler",
+    "Item",
+    "Load",
+    "NoiseReduction",
+    "OutputAudio",
+    "OutputDone",
+    "Part",
+    "PlaybackCut",
+    "Recognition",
+    "ResponseDone",
+    "ResponseRequest",
+    "ResponseStarted",
+    "Services",
+    "Session",
+    "SessionConfig",
+    "SessionEvent",
+    "SideResponses",
+    "Sink",
+    "Speaking",
+    "SpeechStarted",
+    "Tasks",
+    "Tool",
+    "ToolBox",
+    "ToolCall",
+    "ToolChoice",
+    "ToolOutput",
+    "TranscriptionCompleted",
+    "TurnDetection",
+    "dictate",
+    "new_id",
+    "read_aloud",
+    "tool",
+    "warm_up",
+]

@@ -1,7 +1,8 @@
 """What a session tells the outside: domain events, one step away from any wire protocol.
 
-``app.api.realtime`` turns each of them into events of the Realtime API (docs/realtime.md).
-Times are milliseconds since the start of the session's input audio (``audio_*_ms``).
+``app.api.realtime.connection`` turns each of them into events of the Realtime API
+(docs/realtime.md). Times are milliseconds since the start of the session's input audio
+(``audio_*_ms``).
 """
 
 from __future__ import annotations

@@ -6,18 +6,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 from app.config import Settings
-from app.conversation.engines import TalkEngine
-from app.conversation.filler import Filler
-from app.conversation.load import Load
-from app.conversation.recognition import Recognition
-from app.conversation.rollout import Rollout
-from app.conversation.speaking import Speaking
-from app.conversation.tools import ToolBox
-from app.observe.loop_lag import LoopLag
-from app.observe.metrics import Metrics
-from app.observe.writer import TraceWriter
+from app.conversation.eager_admission import Load
+from app.conversation.response.tools import ToolBox
+from app.conversation.speech.asr_scheduler import Recognition
+from app.conversation.speech.filler import Filler
+from app.conversation.speech.tts_scheduler import Speaking
+from app.observe import LoopLag, Metrics, TraceWriter
+from app.routing import Rollout, TalkEngine
+from audio.endpointing import TurnModel
 from audio.tts import Synthesizer
-from audio.turn_model import TurnModel
 from audio.vad import VadModel
 
 

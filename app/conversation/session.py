@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from app.clock import Clock, MonotonicClock
-from app.conversation import dialog as floor
-from app.conversation.ahead import Ahead, warm
+from app.conversation import turn_taking as floor
 from app.conversation.events import (
     IdleTimedOut,
     InputCleared,
@@ -26,25 +25,25 @@ from app.conversation.events import (
     TranscriptionDelta,
     TranscriptionFailed,
 )
-from app.conversation.hearing import HeardTurn, Hearing
 from app.conversation.history import History
-from app.conversation.idle import PROMPT, IdleWatch
+from app.conversation.idle_timeout import PROMPT, IdleWatch
 from app.conversation.ids import new_id
-from app.conversation.interruptions import is_sure, lingers
-from app.conversation.listener import RATE
-from app.conversation.rejoin import withdrawable
-from app.conversation.requests import ResponseRequest, no_active_response, response_is_active
-from app.conversation.responses import Responses
+from app.conversation.input.audio_input import RATE
+from app.conversation.input.barge_in import is_sure, lingers
+from app.conversation.input.merge_turns import withdrawable
+from app.conversation.input.streaming_transcriber import Settled
+from app.conversation.input.user_turn import HeardTurn, Hearing
+from app.conversation.input.word_timestamps import WordTimes
+from app.conversation.response.eager import Ahead, warm
+from app.conversation.response.manager import Responses
+from app.conversation.response.pipeline import Turn
+from app.conversation.response.spec import ResponseRequest, no_active_response, response_is_active
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
-from app.conversation.transcriber import Settled
-from app.conversation.turn import Turn
-from app.conversation.word_times import WordTimes
 from app.errors import ClientError
-from app.observe.trace import TurnTrace
-from audio import turn_end
-from audio.endpoint import VoiceEnded
+from app.observe import TurnTrace
+from audio.endpointing import VoiceEnded, semantic
 from llm_core import ChatMessage
 
 # No audio for so long while the caller is speaking: the network is gone, the turn is over.
@@ -385,7 +384,7 @@ class Session:
             heard = (await asyncio.shield(early)).transcript
         said = [*self._responses.prompt(), ChatMessage("user", heard.text)]
         answer = None
-        if turn_end.judge(heard.text) in turn_end.FINISHED:
+        if semantic.judge(heard.text) in semantic.FINISHED:
             # Most likely it is over: the answer need not wait for the judgement.
             answer = await self._begin_answer(said)
         if answer is not None:

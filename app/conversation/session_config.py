@@ -1,6 +1,7 @@
 """What a client may set about one conversation, in the conversation's own terms.
 
-``app.api.realtime`` builds a new one for every ``session.update``; the session swaps it whole.
+``app.api.realtime.connection`` builds a new one for every ``session.update``; the session swaps it
+whole.
 """
 
 from __future__ import annotations

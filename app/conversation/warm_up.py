@@ -13,14 +13,13 @@ import numpy as np
 
 from app.clock import MonotonicClock
 from app.conversation.events import Response, ResponseDone, SessionEvent
-from app.conversation.requests import ResponseRequest
+from app.conversation.response.spec import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
 from app.errors import ServiceError
 from app.logging_setup import session_id
-from app.observe.store import TraceStore
-from app.observe.writer import TraceWriter
+from app.observe import TraceStore, TraceWriter
 from audio.codecs import PCM16_24K, encode
 
 

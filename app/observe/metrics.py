@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from app.observe.canary import LANES, VERDICTS, lane_of, verdict_of
+from app.observe.canary_statistics import LANES, VERDICTS, lane_of, verdict_of
 from app.observe.store import Turn
 from app.observe.trace import OUTCOMES, STAGE_NAMES
 

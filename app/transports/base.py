@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from app.conversation.events import OutputAudio
+from app.conversation import OutputAudio
 
 
 class ChannelClosed(Exception):

@@ -22,10 +22,8 @@ from typing import Literal
 import torch
 
 from kernels.gpu import oracle
-from kernels.gpu.ops import GpuOps
-from kernels.gpu.pages import KvPages
-from kernels.gpu.sampling_inputs import SamplingInputs
-from kernels.gpu.weights import (
+from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.matmul.weights import (
     Float8Weight,
     GpuWeight,
     Int4Weight,
@@ -34,6 +32,8 @@ from kernels.gpu.weights import (
     pack_int4,
     pack_int8,
 )
+from kernels.gpu.ops import GpuOps
+from kernels.gpu.sampling.inputs import SamplingInputs
 
 __all__ = [
     "Float8Weight",

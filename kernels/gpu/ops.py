@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from kernels.gpu.pages import KvPages
-from kernels.gpu.sampling_inputs import SamplingInputs
-from kernels.gpu.weights import GpuWeight
+from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.matmul.weights import GpuWeight
+from kernels.gpu.sampling.inputs import SamplingInputs
 
 GateName = Literal["silu", "gelu_tanh"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
+from kernels.gpu.attention.pages import MAX_CODES, KvPages
+from kernels.gpu.matmul.weights import GpuWeight, dequantize
 from kernels.gpu.ops import GateName
-from kernels.gpu.oracle_sampling import sample
-from kernels.gpu.pages import MAX_CODES, KvPages
-from kernels.gpu.weights import GpuWeight, dequantize
+from kernels.gpu.sampling.oracle import sample
 
 __all__ = [
     "add_rms_norm_",

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.attention.pages import MAX_CODES, KvPages
 from kernels.gpu.cost import Cost
 from kernels.gpu.launch import cdiv, dependent, power_of_2, wait_for_inputs
-from kernels.gpu.pages import MAX_CODES, KvPages
 
 _HEADS = 8
 

@@ -264,7 +264,7 @@ typedef struct {
     int32_t num_rows, num_logits, num_segments, num_taps;
 } pn_batch;
 
-/* An EAGLE-3 head, see llm_core/speculative/head_config.py; absent matrices have no data. */
+/* An EAGLE-3 head, see llm_core/speculative/heads/config.py; absent matrices have no data. */
 typedef struct {
     pn_matrix features, hidden_proj, embedding_proj;
     pn_matrix query_key_value, attention_output, gate_up, down, head;
@@ -280,7 +280,7 @@ typedef struct {
 
 /* How the drafts of one sequence are chosen. */
 typedef struct {
-    float temperature, top_p, min_p; /* of what is drawn from, as in llm_core/sampler.py */
+    float temperature, top_p, min_p; /* of what is drawn from, as in llm_core/sampling/sampler.py */
     float least_probability;         /* a chain ends before its product falls below this */
     float least_followed;            /* and after the draft whose product does */
     int32_t top_k, most_drafts;

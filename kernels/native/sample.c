@@ -1,4 +1,4 @@
-/* Chooses a token from a row of logits: the rule of llm_core/sampler.py, read off the pieces of the
+/* Chooses a token from a row of logits: the rule of llm_core/sampling/sampler.py, read off the pieces of the
  * row whose largest logits (pn_note_maxima) lie near enough to the best. */
 #include "parley.h"
 #include <float.h>

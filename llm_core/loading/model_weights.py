@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from llm_core.errors import ModelLoadError
-from llm_core.loading.gguf_model import open_gguf_model
-from llm_core.loading.hf_model import open_hf_model
+from llm_core.loading.gguf.model import open_gguf_model
+from llm_core.loading.hf.model import open_hf_model
 from llm_core.loading.weights import ModelWeights
 
 

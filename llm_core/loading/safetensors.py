@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 
 from llm_core.errors import ModelLoadError
-from llm_core.loading.mapped import MappedFile
+from llm_core.loading.mapped_file import MappedFile
 
 DTYPES = {
     "F64": torch.float64,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from llm_core.config import ModelConfig
-from llm_core.quant.formats import Weight
+from llm_core.quant import Weight
 
 # What rotation turns, or what is added to it or multiplied with it before.
 TURNING = frozenset(("query", "key", "query_bias", "key_bias", "query_norm", "key_norm"))

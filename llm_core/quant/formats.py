@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from llm_core.quant.blocks import BLOCK_BYTES, BLOCK_LEN, BlockKind, BlockTensor
 from llm_core.quant.codes import GroupedCodes
+from llm_core.quant.gguf_blocks import BLOCK_BYTES, BLOCK_LEN, BlockKind, BlockTensor
 
 __all__ = [
     "BLOCK_BYTES",

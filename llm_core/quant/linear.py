@@ -33,7 +33,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from kernels.cpu_matmul import (
+from kernels.torch_cpu.matmul import (
     FLOAT16_MAX,
     BFloat16Matmul,
     DynamicInt8Matmul,

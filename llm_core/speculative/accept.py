@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llm_core.speculative.tree import DraftTree
+from llm_core.scheduling import DraftTree
 
 
 def accept(tree: DraftTree, sample: Callable[[int], int | None]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llm_core.messages import Speculation
-from llm_core.speculative.tree import DraftTree
+from llm_core.scheduling import DraftTree
 
 
 class SpeculationCounts:

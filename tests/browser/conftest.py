@@ -31,10 +31,14 @@ OpenPage = Callable[..., Awaitable[Page]]
 
 def chromium_path() -> str:
     """Debian's, or what PARLEY_CHROMIUM names."""
-    names = ("chromium", "chromium-browser", "google-chrome")  # as in tests/install_system.sh
+    names = (
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+    )  # as in tests/support/install_system.sh
     found = os.environ.get("PARLEY_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if not found:
-        pytest.skip("there is no chromium on this machine; tests/install_system.sh gets it")
+        pytest.skip("there is no chromium on this machine; tests/support/install_system.sh gets it")
     return found
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from tests.agents_js import agents_folder
 from tests.browser.conftest import OpenPage
 from tests.browser.page_state import until
 from tests.browser.test_calls import is_empty, serving
-from tests.rtc_server import STORY
+from tests.support.agents_js import agents_folder
+from tests.support.rtc_server import STORY
 
 pytestmark = pytest.mark.browser
 

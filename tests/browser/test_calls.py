@@ -15,11 +15,11 @@ import pytest
 import soundfile as sf
 from playwright.async_api import Route, expect
 
-from app.server import create_app, listening
+from app.server.lifecycle import create_app, listening
 from tests.browser.conftest import OpenPage
 from tests.browser.page_state import sound, until
-from tests.fakes import ScriptedEngine, ScriptedRecognizer, fake_services, recent
-from tests.rtc_server import STORY, Server, Singer
+from tests.support.fakes import ScriptedEngine, ScriptedRecognizer, fake_services, recent
+from tests.support.rtc_server import STORY, Server, Singer
 
 pytestmark = pytest.mark.browser
 
@@ -140,7 +140,7 @@ async def test_typing_needs_no_microphone(open_page: OpenPage) -> None:
 async def test_a_server_without_webrtc_is_reached_by_websocket(
     open_page: OpenPage, words: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.calls.HAS_WEBRTC", False)
+    monkeypatch.setattr("app.api.realtime.webrtc_calls.HAS_WEBRTC", False)
     async with serving("Sure.") as server:
         page = await open_page(server.url, microphone=words)
         await page.click("#start")

@@ -12,7 +12,7 @@ from playwright.async_api import expect
 
 from tests.browser.conftest import PAGES, PHONE, OpenPage
 from tests.browser.page_state import sound, until
-from tests.scripted_realtime import RATE, Call, Script, scripted_server, tone, trace
+from tests.support.scripted_realtime import RATE, Call, Script, scripted_server, tone, trace
 
 pytestmark = pytest.mark.browser
 

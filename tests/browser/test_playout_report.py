@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import Route
 
 from tests.browser.conftest import PAGES, OpenPage
-from tests.scripted_realtime import Call, scripted_server, tone, trace
+from tests.support.scripted_realtime import Call, scripted_server, tone, trace
 
 pytestmark = pytest.mark.browser
 

@@ -15,7 +15,7 @@ import pytest
 import soundfile as sf
 from playwright.async_api import Page, expect
 
-from audio.asr import Recognizer
+from audio.asr.recognizer import Recognizer
 from audio.frame import SPEECH_RATE, Samples
 from audio.resample import StreamResampler
 from tests.browser.conftest import OpenPage

@@ -9,7 +9,7 @@ from playwright.async_api import expect
 
 from tests.browser.conftest import PAGES, OpenPage
 from tests.browser.test_page import answer_typed
-from tests.scripted_realtime import scripted_server
+from tests.support.scripted_realtime import scripted_server
 
 pytestmark = pytest.mark.browser
 

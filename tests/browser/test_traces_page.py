@@ -20,10 +20,10 @@ from app.observe.store import FILE_NAME, TraceStore
 from app.observe.trace import STAGES
 from app.observe.turn_audio import AudioFiles, TurnAudio
 from app.observe.writer import TraceWriter
-from app.server import create_app, listening
+from app.server.lifecycle import create_app, listening
 from tests.browser.conftest import PHONE, OpenPage
-from tests.fake_turns import a_turn
-from tests.fakes import ScriptedEngine, fake_services
+from tests.support.fake_turns import a_turn
+from tests.support.fakes import ScriptedEngine, fake_services
 
 pytestmark = pytest.mark.browser
 

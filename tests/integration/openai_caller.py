@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from websockets.exceptions import ConnectionClosed
 
-from tests.openai_events import check_server_event
+from tests.support.openai_events import check_server_event
 
 RATE = 24_000
 CHUNK_MS = 40

@@ -11,9 +11,9 @@ from typing import Any
 import jiwer
 import pytest
 
-from tests.agents_js import agents_folder
 from tests.integration.openai_caller import pause, recording, words
 from tests.integration.test_bad_input import Running, running
+from tests.support.agents_js import agents_folder
 
 pytestmark = [
     pytest.mark.integration,
@@ -28,7 +28,9 @@ KEY = "a-key-for-this-test"
 def client_folder() -> Path:
     """Where the package is installed, with our script beside it."""
     if shutil.which("node") is None:
-        pytest.skip("node is needed for the JavaScript client; tests/install_system.sh gets it")
+        pytest.skip(
+            "node is needed for the JavaScript client; tests/support/install_system.sh gets it"
+        )
     folder = agents_folder()
     shutil.copy(SCRIPT, folder / SCRIPT.name)
     return folder

@@ -12,12 +12,12 @@ import pytest
 import soxr
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from audio.asr import Recognizer, Transcript
-from audio.asr_guard import EndMarks
+from audio.asr.hallucination_filter import EndMarks
+from audio.asr.recognizer import Recognizer, Transcript
+from audio.endpointing.speech_offset import find_voice_end
 from audio.errors import AudioError, AudioFormatError, ModelError, NotWantedError
+from audio.files.reader import read_audio
 from audio.vad import VadModel
-from audio.voice_end import find_voice_end
-from audio.wav import read_audio
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ import jiwer
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
-from audio.media import read_speech
+from audio.files.containers import read_speech
 from tests.integration.openai_caller import calling, pause, recording, words
 
 pytestmark = pytest.mark.integration

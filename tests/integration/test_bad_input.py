@@ -18,9 +18,9 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from app.config import Settings, load_settings
 from app.conversation.services import Services
-from app.server import build_services, create_app, listening
+from app.server.lifecycle import build_services, create_app, listening
 from tests.integration.openai_caller import pause
-from tests.openai_events import check_server_event
+from tests.support.openai_events import check_server_event
 
 pytestmark = [
     pytest.mark.integration,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import parley
+from tests.support.command_line import parley
 
 pytestmark = pytest.mark.integration
 

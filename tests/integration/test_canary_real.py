@@ -20,7 +20,7 @@ from websockets.asyncio.client import connect
 
 from app.config import load_settings
 from tests.integration.test_bad_input import event, running, until
-from tests.server_env import BRIEF
+from tests.support.server_env import BRIEF
 
 pytestmark = pytest.mark.integration
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from tests.busy import Stopwatch
-from tests.command_line import parley
+from tests.support.busy import Stopwatch
+from tests.support.command_line import parley
 
 pytestmark = pytest.mark.integration
 

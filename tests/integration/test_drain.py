@@ -9,9 +9,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from app.server_process import own_server
+from app.clients.server_process import own_server
 from tests.integration.test_bad_input import event, received, until
-from tests.server_env import BRIEF
+from tests.support.server_env import BRIEF
 
 pytestmark = [
     pytest.mark.integration,

@@ -23,9 +23,9 @@ from llm_core import (
     SamplingParams,
     TextDelta,
 )
-from llm_core.loading.gguf import read_metadata
-from llm_core.model_files import load_template
-from llm_core.tokenizer import Tokenizer as OurTokenizer
+from llm_core.loading.gguf.container import read_metadata
+from llm_core.loading.model_files import load_template
+from llm_core.tokenizer.tokenizer import Tokenizer as OurTokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 

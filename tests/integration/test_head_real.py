@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
-from llm_core.engine import Engine
+from llm_core.engine.engine import Engine
+from llm_core.loading.model_files import open_model
 from llm_core.messages import ChatMessage, EngineConfig, RequestOptions, SamplingParams
-from llm_core.model_files import open_model
-from llm_core.runner import ModelRunner
-from llm_core.speculative.choice import make_drafter
-from llm_core.speculative.control import FixedController
-from llm_core.speculative.draft_head import HeadBatch
-from llm_core.speculative.drafter import DraftRequest, DraftShape
-from llm_core.speculative.eagle import EagleHead, TargetRows
-from llm_core.speculative.eagle_drafter import EagleDrafter
-from llm_core.speculative.head_files import bundled_head, fingerprint, read_head
-from llm_core.speculative.train.topics import PARLEY_INSTRUCTIONS
-from llm_core.speculative.tree import DraftTree
+from llm_core.model.runner import ModelRunner
+from llm_core.offline.train_head.topics import PARLEY_INSTRUCTIONS
+from llm_core.scheduling.draft_tree import DraftTree
+from llm_core.speculative.control.base import FixedController
+from llm_core.speculative.drafters.base import DraftRequest, DraftShape
+from llm_core.speculative.drafters.eagle import EagleDrafter
+from llm_core.speculative.factory import make_drafter
+from llm_core.speculative.heads.base import HeadBatch
+from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.files import bundled_head, fingerprint, read_head
 
 pytestmark = pytest.mark.integration
 

@@ -17,11 +17,11 @@ import gguf
 import pytest
 import torch
 
-from llm_core.loading.gguf import read_metadata
-from llm_core.tokenizer import Tokenizer
-from tests.hf_models import random_ids, save_model
-from tests.test_gguf_families import CASES, convert, our_logits
-from tests.tiny_model import MERGES, TOKENS, TYPES
+from llm_core.loading.gguf.container import read_metadata
+from llm_core.tokenizer.tokenizer import Tokenizer
+from tests.support.hf_models import random_ids, save_model
+from tests.support.tiny_model import MERGES, TOKENS, TYPES
+from tests.unit.llm_core.loading.test_gguf_families import CASES, convert, our_logits
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp is the witness of these tests")
 pytestmark = pytest.mark.integration

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.hf_models import save_model
-from tests.load_memory import measured
+from tests.support.hf_models import save_model
+from tests.support.load_memory import measured
 
 
 def test_the_embedded_models_peak(llm_model_path: Path, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from llm_core.config import ModelConfig
-from llm_core.loading.gguf import read_metadata
-from llm_core.loading.gguf_model import open_gguf_model
+from llm_core.loading.gguf.container import read_metadata
+from llm_core.loading.gguf.model import open_gguf_model
 from llm_core.messages import EngineConfig
+from llm_core.model.runner import ModelRunner
 from llm_core.quant.formats import BlockTensor, to_float
-from llm_core.runner import ModelRunner
-from llm_core.tokenizer import Tokenizer
-from tests.random_llama import (
+from llm_core.tokenizer.tokenizer import Tokenizer
+from tests.support.random_llama import (
     random_tokens,
     random_weights,
     run_chunk,

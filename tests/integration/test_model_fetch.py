@@ -9,8 +9,8 @@ import pytest
 
 from app.config import load_settings
 from app.errors import ModelStoreError
-from app.model_catalog import CATALOG
-from app.model_store import ModelStore
+from app.models.catalog import CATALOG
+from app.models.store import ModelStore
 
 VOICE = "package:piper-en_US-joe-medium"
 

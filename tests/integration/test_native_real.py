@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from llm_core.batch import ForwardBatch, Segment
-from llm_core.loading.gguf import read_metadata
+from llm_core.loading.gguf.container import read_metadata
 from llm_core.messages import EngineConfig
-from llm_core.runner import ModelRunner
-from llm_core.tokenizer import Tokenizer
+from llm_core.model.runner import ModelRunner
+from llm_core.tokenizer.tokenizer import Tokenizer
 from tests.integration.test_logit_parity import TEXT
-from tests.native_library import native_cache_dir, native_library
-from tests.random_llama import run_chunk
+from tests.support.native_library import native_cache_dir, native_library
+from tests.support.random_llama import run_chunk
 
 pytestmark = pytest.mark.integration
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.busy import Stopwatch
-from tests.command_line import parley
+from tests.support.busy import Stopwatch
+from tests.support.command_line import parley
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,6 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.fakes import silence, voice
 from tests.integration.test_bad_input import (
     Running,
     answers,
@@ -29,6 +28,7 @@ from tests.integration.test_bad_input import (
     running,
     until,
 )
+from tests.support.fakes import silence, voice
 
 pytestmark = [
     pytest.mark.integration,

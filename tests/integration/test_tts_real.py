@@ -15,9 +15,9 @@ import soxr
 from faster_whisper import WhisperModel
 
 from audio.errors import AudioError, ModelError
-from audio.normalize import normalize
-from audio.tts import MAX_PIECE_CHARS, Synthesizer, pronounceable, split_long
-from audio.voice_net import VoiceNet
+from audio.text.normalize.english import normalize
+from audio.tts.synthesizer import MAX_PIECE_CHARS, Synthesizer, pronounceable, split_long
+from audio.tts.vits import VoiceNet
 
 pytestmark = pytest.mark.integration
 

@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 
 from app.config import DEFAULT_INSTRUCTIONS
-from app.conversation.turn_judge import end_of_turn_logprob
-from audio.asr import Recognizer
-from audio.endpoint import Endpointer, ServerVadConfig, VoicePaused, VoiceResumed, VoiceStarted
+from app.conversation.input.endpointing import end_of_turn_logprob
+from audio.asr.recognizer import Recognizer
+from audio.endpointing.prosody import measure_end
+from audio.endpointing.semantic import WAITS, Evidence, silence_ms
+from audio.endpointing.speech_offset import find_voice_end
+from audio.endpointing.vad_endpointer import (
+    Endpointer,
+    ServerVadConfig,
+    VoicePaused,
+    VoiceResumed,
+    VoiceStarted,
+)
+from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples
-from audio.prosody import measure_end
 from audio.resample import resample
-from audio.turn_end import WAITS, Evidence, silence_ms
 from audio.vad import WINDOW_SAMPLES, VadModel
-from audio.voice_end import find_voice_end
-from audio.wav import read_audio
 from llm_core import ChatMessage, EngineClient, EngineConfig
 
 pytestmark = pytest.mark.integration

@@ -9,15 +9,15 @@ import pytest
 import soxr
 from faster_whisper.vad import get_vad_model
 
-from audio.endpoint import (
+from audio.endpointing.vad_endpointer import (
     Endpointer,
     ServerVadConfig,
     VoiceEnded,
     VoiceEvent,
     VoiceStarted,
 )
+from audio.files.reader import read_audio
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
-from audio.wav import read_audio
 
 pytestmark = pytest.mark.integration
 

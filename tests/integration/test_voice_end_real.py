@@ -15,15 +15,15 @@ from statistics import median
 import numpy as np
 import pytest
 
-from app.bench.voice_script import Kind, Line, speak_line
-from app.conversation.hearing import place_of_end
-from app.conversation.listener import Listener
+from app.clients.recording import RATE
+from app.clients.talk import CHUNK_SAMPLES, CallerAudio, load_caller_audio
+from app.conversation.input.audio_input import Listener
+from app.conversation.input.user_turn import place_of_end
 from app.conversation.session_config import SessionConfig, TurnDetection
-from app.recording import RATE
-from app.talk_client import CHUNK_SAMPLES, CallerAudio, load_caller_audio
-from audio.endpoint import VoiceEnded
-from audio.tts import Synthesizer
+from audio.endpointing.vad_endpointer import VoiceEnded
+from audio.tts.synthesizer import Synthesizer
 from audio.vad import VadModel
+from bench.voice.script import Kind, Line, speak_line
 
 pytestmark = pytest.mark.integration
 

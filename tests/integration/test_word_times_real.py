@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import soxr
 
-from audio.asr import Recognizer, Transcript
-from audio.asr_words import WordTime
+from audio.asr.recognizer import Recognizer, Transcript
+from audio.asr.word_timing import WordTime
+from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples, silence
-from audio.tts import Synthesizer
-from audio.wav import read_audio
+from audio.tts.synthesizer import Synthesizer
 from tests.integration.openai_caller import words as words_of
 
 pytestmark = pytest.mark.integration

@@ -1,0 +1,55 @@
+"""``POST /v1/realtime/client_secrets``: short-lived keys for browsers, bound to a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from app.api.http.body import read_body
+from app.api.model_names import OWN_NAME, Names
+from app.api.realtime.session_params import SessionParams, SessionState, to_wire
+from app.api.validation import WireModel, checked, json_object, null_is
+from app.config import Settings
+from app.conversation import new_id
+
+MAX_BODY_BYTES = 128 * 1024
+
+
+class ExpiresAfter(WireModel):
+    """``expires_after``: seconds from now, as OpenAI has it."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Field(ge=10, le=7200)] = 600
+
+
+class ClientSecretRequest(WireModel):
+    """The body; both parts may be left out."""
+
+    expires_after: Annotated[ExpiresAfter, null_is(ExpiresAfter())] = ExpiresAfter()
+    session: Annotated[SessionParams, null_is(SessionParams())] = SessionParams()
+
+
+def client_secrets_router(
+    settings: Settings, names: Names, server_tools: tuple[str, ...]
+) -> APIRouter:
+    """The session is checked as a ``session.update`` would be, and shown as it will begin."""
+    router = APIRouter()
+
+    @router.post("/v1/realtime/client_secrets")
+    async def create(request: Request) -> dict[str, Any]:
+        gatekeeper = request.app.state.gatekeeper
+        grant = gatekeeper.check(request.headers)
+        request.app.state.connections.check()
+        data = json_object(await read_body(request, MAX_BODY_BYTES) or b"{}")
+        wanted = checked(data, ClientSecretRequest)
+        state = SessionState(settings, names, wanted.session.model or OWN_NAME, server_tools)
+        state.params = state.merged(wanted.session, voice_locked=False)
+        value, record = gatekeeper.client_secrets.create(
+            grant.owner, data.get("session") or {}, wanted.expires_after.seconds
+        )
+        shown = to_wire(new_id("sess"), state.params)
+        return {"value": value, "expires_at": record.expires_at_s, "session": shown}
+
+    return router

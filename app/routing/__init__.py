@@ -1,0 +1,16 @@
+"""TODO app/routing."""
+
+from app.routing.canary_denylist import FILE_NAME, Withdrawals
+from app.routing.canary_router import Rollout, asked_facts, model_id, served_facts
+from app.routing.engines import TalkEngine, TalkReply
+
+__all__ = [
+    "FILE_NAME",
+    "Rollout",
+    "TalkEngine",
+    "TalkReply",
+    "Withdrawals",
+    "asked_facts",
+    "model_id",
+    "served_facts",
+]

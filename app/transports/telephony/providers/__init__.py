@@ -1,0 +1,1 @@
+"""TODO app/transports/telephony/providers."""

@@ -1,0 +1,19 @@
+"""TODO audio/asr."""
+
+from audio.asr.hallucination_filter import EndMarks, words_of
+from audio.asr.local_agreement import Agreement, rest_after
+from audio.asr.recognizer import Recognizer, Transcript
+from audio.asr.segmentation import Piece
+from audio.asr.word_timing import UNSPACED, WordTime
+
+__all__ = [
+    "Agreement",
+    "EndMarks",
+    "Piece",
+    "Recognizer",
+    "Transcript",
+    "UNSPACED",
+    "WordTime",
+    "rest_after",
+    "words_of",
+]

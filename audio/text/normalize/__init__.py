@@ -1,0 +1,1 @@
+"""TODO audio/text/normalize."""

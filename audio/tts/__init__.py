@@ -1,0 +1,10 @@
+"""TODO audio/tts."""
+
+from audio.tts.synthesizer import MAX_SPEED, MIN_SPEED, SpeechPiece, Synthesizer
+
+__all__ = [
+    "MAX_SPEED",
+    "MIN_SPEED",
+    "SpeechPiece",
+    "Synthesizer",
+]

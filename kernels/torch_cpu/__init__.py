@@ -1,0 +1,1 @@
+"""TODO kernels/torch_cpu."""

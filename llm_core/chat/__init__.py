@@ -1,0 +1,22 @@
+"""TODO llm_core/chat."""
+
+from llm_core.chat.template import ChatTemplate, PromptPiece
+from llm_core.chat.tool_parser import (
+    ToolArguments,
+    ToolCallEnd,
+    ToolCallParser,
+    ToolCallStart,
+    ToolEvent,
+    ToolText,
+)
+
+__all__ = [
+    "ChatTemplate",
+    "PromptPiece",
+    "ToolArguments",
+    "ToolCallEnd",
+    "ToolCallParser",
+    "ToolCallStart",
+    "ToolEvent",
+    "ToolText",
+]

@@ -1,1 +1,0 @@
-"""Work on whole models that nobody waits for: measuring, quantising, pruning, distilling."""

@@ -1,0 +1,1 @@
+"""TODO llm_core/model/gpu."""

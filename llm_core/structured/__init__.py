@@ -1,0 +1,8 @@
+"""TODO llm_core/structured."""
+
+from llm_core.structured.constraint import GuideCompiler, GuideState
+
+__all__ = [
+    "GuideCompiler",
+    "GuideState",
+]

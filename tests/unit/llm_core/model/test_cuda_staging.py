@@ -1,0 +1,73 @@
+"""A ring of two buffers: what a copy still reads is not written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llm_core.model.gpu.staging import StagingRing
+
+
+class FakeEvent:
+    """Marks in a stream that somebody else works off."""
+
+    log: list[str] = []
+    count = 0
+
+    def __init__(self) -> None:
+        self.name = f"event {FakeEvent.count}"
+        FakeEvent.count += 1
+        self.is_pending = False
+
+    def record(self) -> None:
+        self.log.append(f"record {self.name}")
+        self.is_pending = True
+
+    def synchronize(self) -> None:
+        if self.is_pending:
+            self.log.append(f"wait {self.name}")
+        self.is_pending = False
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> StagingRing:
+    monkeypatch.setattr(FakeEvent, "log", [])
+    monkeypatch.setattr(FakeEvent, "count", 0)
+    return StagingRing(is_pinned=False, make_event=FakeEvent)
+
+
+def test_buffers_take_turns_and_are_waited_for(ring: StagingRing) -> None:
+    first = ring.take(10)
+    ring.copied(first)
+    second = ring.take(20)
+    ring.copied(second)
+    assert first.data_ptr() != second.data_ptr() and first.dtype == torch.int32
+    assert FakeEvent.log == ["record event 0", "record event 1"], "two steps need no waiting"
+    third = ring.take(7)
+    assert third.data_ptr() == first.data_ptr() and len(third) == 7
+    assert FakeEvent.log[2:] == ["wait event 0"], "the copy of two steps ago"
+    ring.copied(third)
+    ring.take(1)
+    assert FakeEvent.log[3:] == ["record event 0", "wait event 1"]
+
+
+def test_a_buffer_that_nothing_was_copied_from_is_not_waited_for(ring: StagingRing) -> None:
+    for _ in range(5):
+        ring.take(3)
+    assert FakeEvent.log == []
+
+
+def test_a_buffer_grows(ring: StagingRing) -> None:
+    small, _ = ring.take(1), ring.take(1)
+    large = ring.take(100_000)
+    assert len(large) == 100_000 and large.data_ptr() != small.data_ptr()
+    ring.take(1)
+    assert ring.take(90_000).data_ptr() == large.data_ptr(), "it is kept"
+
+
+def test_on_a_cpu_copies_are_over_when_they_return() -> None:
+    ring = StagingRing.of(torch.device("cpu"))
+    words = [ring.take(4) for _ in range(4)]
+    for buffer in words:
+        ring.copied(buffer)
+    assert words[0].data_ptr() == words[2].data_ptr() != words[1].data_ptr()
