@@ -22,7 +22,7 @@ _TEMPLATE_S = 0.020
 _SEARCH_RATE = 8_000
 
 
-class Concealer:
+class PacketLossConcealer:
     """One stream's. ``rate`` in samples per second, a multiple of 8,000."""
 
     def __init__(self, rate: int) -> None:

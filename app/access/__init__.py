@@ -3,24 +3,24 @@
 from app.access.auth import (
     REALTIME_SUBPROTOCOL,
     AuthenticationError,
-    Gatekeeper,
-    Grant,
+    Authenticator,
     HostError,
     OriginError,
+    Principal,
     peer_of,
 )
 from app.access.client_secrets import TooManySecretsError
 from app.access.connections import Connections
-from app.access.rate_limits import Pacer, RateLimitedError, RateLimits, RateState
+from app.access.rate_limits import RateLimitedError, RateLimiter, RateLimits, RateState
 
 __all__ = [
     "AuthenticationError",
     "Connections",
-    "Gatekeeper",
-    "Grant",
+    "Authenticator",
+    "Principal",
     "HostError",
     "OriginError",
-    "Pacer",
+    "RateLimiter",
     "REALTIME_SUBPROTOCOL",
     "RateLimitedError",
     "RateLimits",

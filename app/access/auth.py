@@ -42,7 +42,7 @@ class HostError(ClientError):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Principal:
     """What a request may do.
 
     ``owner`` stands for the key that it came with (a digest; the same for all where no key is asked
@@ -59,7 +59,7 @@ class Grant:
         return self.owner if self.has_key else f"address {peer}"
 
 
-_ANYONE = Grant("anyone", has_key=False)
+_ANYONE = Principal("anyone", has_key=False)
 
 
 def peer_of(request: HTTPConnection) -> str:
@@ -67,7 +67,7 @@ def peer_of(request: HTTPConnection) -> str:
     return request.client.host if request.client else "?"
 
 
-class Gatekeeper:
+class Authenticator:
     """Checks a request before anything is done for it."""
 
     def __init__(self, settings: Settings, client_secrets: ClientSecretStore | None = None) -> None:
@@ -83,12 +83,12 @@ class Gatekeeper:
         """Those of other sites whose pages may connect; ``*`` among them: any."""
         return sorted(self._origins)
 
-    def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Grant:
+    def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Principal:
         """For holders of an API key. Raises AuthenticationError or OriginError."""
         self._check_origin(headers)
         return self._check_key(_keys_in(headers, subprotocols))
 
-    def check_caller(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Grant:
+    def check_caller(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Principal:
         """For whoever wants to open a session: with an API key, or with a client secret.
 
         Raises AuthenticationError or OriginError.
@@ -101,7 +101,7 @@ class Gatekeeper:
         record = self.client_secrets.find(secret)
         if record is None:
             raise AuthenticationError("The client secret is not valid, or has expired.")
-        return Grant(record.owner, record.owner != _ANYONE.owner, record.session)
+        return Principal(record.owner, record.owner != _ANYONE.owner, record.session)
 
     def check_host(self, headers: Headers) -> None:
         """Raises HostError for a name that is neither local, nor an address, nor configured.
@@ -118,7 +118,7 @@ class Gatekeeper:
                 "adds the name to PARLEY_ALLOWED_HOSTS."
             )
 
-    def _check_key(self, keys: list[str]) -> Grant:
+    def _check_key(self, keys: list[str]) -> Principal:
         if not self._digests:
             return _ANYONE
         if not keys:
@@ -129,7 +129,7 @@ class Gatekeeper:
         known = next((key for key in keys if self._is_known(key)), None)
         if known is None:
             raise AuthenticationError("The API key is not valid.")
-        return Grant(_digest(known).hex()[:16])
+        return Principal(_digest(known).hex()[:16])
 
     def _is_known(self, candidate: str) -> bool:
         """Takes the same time whichever key matches, and however much of one does."""

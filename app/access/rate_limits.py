@@ -108,9 +108,9 @@ class RateLimits:
                 wait_s,
             )
 
-    def pacer(self, owner: str) -> Pacer:
+    def pacer(self, owner: str) -> RateLimiter:
         """For one connection of ``owner``."""
-        return Pacer(self, owner)
+        return RateLimiter(self, owner)
 
     def messages_of(self, owner: str) -> TokenBucket:
         """What ``owner`` may send, over all its connections."""
@@ -141,7 +141,7 @@ class RateLimits:
             del self._buckets[owner]
 
 
-class Pacer:
+class RateLimiter:
     """What a connection awaits with the length of each message, before it reads the next."""
 
     def __init__(self, limits: RateLimits, owner: str) -> None:

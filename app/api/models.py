@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from app.api.model_names import OWN_NAME, Names
 from app.errors import ClientError
-from app.routing import TalkEngine
+from app.routing import LlmEngine
 
 # Clients and load tools send OpenAI's names without being asked; as in the Realtime API they stand
 # for what is loaded here. Answers carry the true name.
@@ -23,7 +23,7 @@ class UnknownModelError(ClientError):
     code = "model_not_found"
 
 
-def check_model(name: str, engine: TalkEngine) -> None:
+def check_model(name: str, engine: LlmEngine) -> None:
     """Raises UnknownModelError unless ``name`` is ``parley``, the loaded model, or OpenAI's."""
     loaded = engine.info.name
     if name not in (OWN_NAME, loaded) and not _OPENAI_CHAT.fullmatch(name):
@@ -34,7 +34,7 @@ def check_model(name: str, engine: TalkEngine) -> None:
         )
 
 
-def models_router(engine: TalkEngine, names: Names) -> APIRouter:
+def models_router(engine: LlmEngine, names: Names) -> APIRouter:
     """``GET /v1/models`` and ``GET /v1/models/{name}``. The language model comes first: some
     clients take the first."""
     router = APIRouter()

@@ -24,12 +24,12 @@ from app.clients import (
     INVALID_KEY,
     RATE,
     CallerAudio,
+    LoggedTurn,
     NoSpeechError,
     OwnServer,
     TalkError,
     TalkLog,
     TalkResult,
-    Turn,
     is_valid_key,
     load_caller_audio,
     open_talk,
@@ -374,7 +374,7 @@ def render(result: TalkResult, written: list[tuple[str, Path]]) -> Group:
     return Group(title, Padding(Group(*parts), (0, 0, 1, 2)))
 
 
-def _reply_text(turn: Turn) -> Text:
+def _reply_text(turn: LoggedTurn) -> Text:
     text = Text(turn.reply or "(no words)")
     if turn.status == "failed":
         return Text(f"the answer failed: {turn.failure}", style="red")

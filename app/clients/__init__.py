@@ -13,7 +13,7 @@ from app.clients.talk import (
     load_caller_audio,
     open_talk,
 )
-from app.clients.talk_log import TalkLog, Turn
+from app.clients.talk_log import LoggedTurn, TalkLog
 
 __all__ = [
     "AudioSocketPort",
@@ -27,7 +27,7 @@ __all__ = [
     "TalkLog",
     "TalkResult",
     "Trouble",
-    "Turn",
+    "LoggedTurn",
     "is_valid_key",
     "load_caller_audio",
     "open_call",

@@ -30,7 +30,7 @@ from websockets.exceptions import (
 
 from app import __version__
 from app.clients.recording import RATE, Pcm, Recording, VoicedFrames
-from app.clients.talk_log import Event, ProtocolError, TalkLog, Turn, Verdict
+from app.clients.talk_log import Event, LoggedTurn, ProtocolError, TalkLog, Verdict
 from app.clock import Clock, MonotonicClock
 from app.errors import AudioInputError, ParleyError
 from audio.codecs import to_pcm16
@@ -100,7 +100,7 @@ class TalkResult:
     """What came of one recording. ``turns`` is in order; answers that failed are among them."""
 
     audio: CallerAudio
-    turns: list[Turn]
+    turns: list[LoggedTurn]
     recording: Recording
     errors: list[str]
     gaps_ms: list[float | None]
@@ -130,7 +130,7 @@ class TalkResult:
         }
 
 
-def _turn_dict(turn: Turn, gap_ms: float | None) -> dict[str, Any]:
+def _turn_dict(turn: LoggedTurn, gap_ms: float | None) -> dict[str, Any]:
     trace = turn.trace or {}
     return {
         "transcript": turn.transcript,

@@ -30,7 +30,7 @@ class ProtocolError(Exception):
 
 
 @dataclass(slots=True)
-class Turn:
+class LoggedTurn:
     """One exchange: what the caller said and how it was answered.
 
     ``heard`` has the transcript of each utterance by its item id, None while it is not known; a
@@ -84,7 +84,7 @@ class TalkLog:
 
     def __init__(self, recording: Recording, *, expects_traces: bool) -> None:
         self.recording = recording
-        self.turns: list[Turn] = []
+        self.turns: list[LoggedTurn] = []
         self.errors: list[str] = []
         self.is_caller_speaking = False
         self.speech_was_heard = False
@@ -147,7 +147,9 @@ class TalkLog:
         missing = any(turn.status and turn.trace is None for turn in self.turns)
         return missing and self.expects_traces and quiet < TRACE_GRACE_SAMPLES
 
-    def gap_ms(self, turn: Turn, last_voiced_before: Callable[[int], int | None]) -> float | None:
+    def gap_ms(
+        self, turn: LoggedTurn, last_voiced_before: Callable[[int], int | None]
+    ) -> float | None:
         """Silence between the caller's voice and the audible reply; None without a reply."""
         heard_at = first_audible(turn.pieces)
         if heard_at is None:
@@ -180,7 +182,7 @@ class TalkLog:
 
     def _on_committed(self, event: Event, at: int) -> list[Event]:
         self.is_caller_speaking = False
-        self.turns.append(Turn(heard={event["item_id"]: None}))
+        self.turns.append(LoggedTurn(heard={event["item_id"]: None}))
         return []
 
     def _on_item_added(self, event: Event, at: int) -> list[Event]:
@@ -225,7 +227,7 @@ class TalkLog:
             waiting[-1].heard = earlier.heard | waiting[-1].heard
             self.turns.remove(earlier)
         if not waiting:
-            waiting = [Turn()]
+            waiting = [LoggedTurn()]
             self.turns.extend(waiting)
         waiting[-1].response_id = event["response"]["id"]
         waiting[-1].heard |= self._written
@@ -272,5 +274,5 @@ class TalkLog:
         self.errors.append(event["error"]["message"])
         return []
 
-    def _answered(self, response_id: str) -> Turn | None:
+    def _answered(self, response_id: str) -> LoggedTurn | None:
         return next((turn for turn in self.turns if turn.response_id == response_id), None)

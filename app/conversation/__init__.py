@@ -1,6 +1,6 @@
 """One caller's conversation: who has the floor, what was said, what is being answered."""
 
-from app.conversation.eager_admission import Load
+from app.conversation.eager_admission import EagerAdmission
 from app.conversation.events import (
     DtmfReceived,
     Item,
@@ -18,9 +18,9 @@ from app.conversation.events import (
     TranscriptionCompleted,
 )
 from app.conversation.ids import new_id
-from app.conversation.response.out_of_band import SideResponses
+from app.conversation.response.out_of_band import OutOfBandResponses
 from app.conversation.response.spec import ResponseRequest
-from app.conversation.response.tools import Conversation, ToolBox, tool
+from app.conversation.response.tools import ToolBox, ToolContext, tool
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import (
@@ -32,30 +32,30 @@ from app.conversation.session_config import (
     ToolChoice,
     TurnDetection,
 )
-from app.conversation.speech.asr_scheduler import BusyRecognizerError, Recognition
+from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError
 from app.conversation.speech.batch_synthesis import read_aloud
 from app.conversation.speech.batch_transcription import Dictated, dictate
 from app.conversation.speech.filler import Filler
-from app.conversation.speech.tts_scheduler import Speaking
+from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.conversation.tasks import Tasks
 from app.conversation.warm_up import warm_up
 
 __all__ = [
     "BusyRecognizerError",
-    "Conversation",
+    "ToolContext",
     "DetectionKind",
     "Dictated",
     "DtmfReceived",
     "Eagerness",
     "Filler",
     "Item",
-    "Load",
+    "EagerAdmission",
     "NoiseReduction",
     "OutputAudio",
     "OutputDone",
     "Part",
     "PlaybackCut",
-    "Recognition",
+    "AsrScheduler",
     "ResponseDone",
     "ResponseRequest",
     "ResponseStarted",
@@ -63,9 +63,9 @@ __all__ = [
     "Session",
     "SessionConfig",
     "SessionEvent",
-    "SideResponses",
+    "OutOfBandResponses",
     "Sink",
-    "Speaking",
+    "TtsScheduler",
     "SpeechStarted",
     "Tasks",
     "Tool",

@@ -15,7 +15,7 @@ from app.conversation.history import History
 from app.conversation.response.llm_stream import length_options, oldest_of
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.routing import TalkEngine
+from app.routing import LlmEngine
 from llm_core import ChatMessage, LlmError, SamplingParams, TextDelta
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ async def _read(
     return oldest_of(messages, result.dropped_messages)
 
 
-async def _summary(engine: TalkEngine, known: str, dropped: Sequence[ChatMessage]) -> str:
+async def _summary(engine: LlmEngine, known: str, dropped: Sequence[ChatMessage]) -> str:
     """Of ``dropped``, and of what was summed up before. Raises LlmError."""
     lines = [f"Earlier: {known}"] if known else []
     lines += [f"{m.role}: {m.content}" for m in dropped if m.content]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from app.conversation.speech.asr_scheduler import Recognition
+from app.conversation.speech.asr_scheduler import AsrScheduler
 
 
-class Load:
+class EagerAdmission:
     """How much all callers together ask of recogniser and model right now."""
 
-    def __init__(self, recognition: Recognition, max_generating: int) -> None:
+    def __init__(self, recognition: AsrScheduler, max_generating: int) -> None:
         """``max_generating``: with so many answers in the making, none is begun in hope."""
         self._recognition = recognition
         self._max_generating = max_generating

@@ -12,7 +12,7 @@ PROMPT = (
 )
 
 
-class IdleWatch:
+class IdleTimeout:
     """Looked at now and then: ``is_due`` is True once for each silence that lasts too long.
 
     The silence begins when the last answer has been heard, nobody speaks and nothing is under way

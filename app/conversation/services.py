@@ -6,13 +6,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 from app.config import Settings
-from app.conversation.eager_admission import Load
+from app.conversation.eager_admission import EagerAdmission
 from app.conversation.response.tools import ToolBox
-from app.conversation.speech.asr_scheduler import Recognition
+from app.conversation.speech.asr_scheduler import AsrScheduler
 from app.conversation.speech.filler import Filler
-from app.conversation.speech.tts_scheduler import Speaking
+from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.observe import LoopLag, Metrics, TraceWriter
-from app.routing import Rollout, TalkEngine
+from app.routing import LlmEngine, Rollout
 from audio.endpointing import TurnModel
 from audio.tts import Synthesizer
 from audio.vad import VadModel
@@ -30,10 +30,10 @@ class Services:
     none.
     """
 
-    engine: TalkEngine
-    recognition: Recognition
-    load: Load
-    speaking: Speaking
+    engine: LlmEngine
+    recognition: AsrScheduler
+    load: EagerAdmission
+    speaking: TtsScheduler
     synthesizer: Synthesizer
     vad: VadModel
     workers: Executor
@@ -45,7 +45,7 @@ class Services:
     tools: ToolBox = field(default_factory=ToolBox)
     turn_model: TurnModel | None = None
     rollout: Rollout | None = None
-    small_engine: TalkEngine | None = None
+    small_engine: LlmEngine | None = None
 
     def for_conversation(self, conversation_id: str) -> Services:
         """The same with the engine that this conversation is given to."""

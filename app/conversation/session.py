@@ -26,17 +26,17 @@ from app.conversation.events import (
     TranscriptionFailed,
 )
 from app.conversation.history import History
-from app.conversation.idle_timeout import PROMPT, IdleWatch
+from app.conversation.idle_timeout import PROMPT, IdleTimeout
 from app.conversation.ids import new_id
 from app.conversation.input.audio_input import RATE
 from app.conversation.input.barge_in import is_sure, lingers
 from app.conversation.input.merge_turns import withdrawable
-from app.conversation.input.streaming_transcriber import Settled
-from app.conversation.input.user_turn import HeardTurn, Hearing
+from app.conversation.input.streaming_transcriber import FinalTranscript
+from app.conversation.input.user_turn import CommittedTurn, UserTurn
 from app.conversation.input.word_timestamps import WordTimes
-from app.conversation.response.eager import Ahead, warm
-from app.conversation.response.manager import Responses
-from app.conversation.response.pipeline import Turn
+from app.conversation.response.eager import EagerGeneration, warm
+from app.conversation.response.manager import ResponseManager
+from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.response.spec import ResponseRequest, no_active_response, response_is_active
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
@@ -68,13 +68,13 @@ class Session:
         self._sink = sink
         self._clock = clock or MonotonicClock()
         self._tasks = Tasks(self.id)
-        self._hearing = Hearing(self._services, config, self._clock)
-        self._dialog = floor.Dialog(floor.Rules())
+        self._hearing = UserTurn(self._services, config, self._clock)
+        self._dialog = floor.TurnTaking(floor.TurnPolicy())
         self._floor = asyncio.Lock()  # one event and its actions at a time
         self._history = History()
-        self._ahead = Ahead()
+        self._ahead = EagerGeneration()
         self._word_times = WordTimes(self._services.recognition, sink, self._clock, self._tasks)
-        self._responses = Responses(
+        self._responses = ResponseManager(
             self.id,
             self._services,
             config,
@@ -88,7 +88,7 @@ class Session:
             word_times=self._word_times,
             perform=self._perform_in_turn,
         )
-        self._idle = IdleWatch()
+        self._idle = IdleTimeout()
         self._last_audio_ns = 0
         self._num_commits = 0
         self._heard: TurnTrace | None = None  # of the spoken turn that is not answered yet
@@ -104,7 +104,7 @@ class Session:
             await self._clock.sleep(_STALL_S / 4)
             now_ns = self._clock.now_ns()
             quiet_s = (now_ns - self._last_audio_ns) / 1e9
-            if self._dialog.caller is not floor.Caller.SILENT and quiet_s > _STALL_S:
+            if self._dialog.caller is not floor.CallerState.SILENT and quiet_s > _STALL_S:
                 await self._end_speech()
             is_quiet = self.is_idle and self._responses.last is not None
             if self._idle.is_due(self.config.turn_detection, now_ns, is_quiet=is_quiet):
@@ -143,7 +143,7 @@ class Session:
     def _read_ahead(self) -> None:
         """Long instructions take seconds to read: the next turn need not wait for that, nor for
         those that were read before and are not wanted any more."""
-        is_free = self._ahead.is_idle or self._dialog.caller is floor.Caller.SILENT
+        is_free = self._ahead.is_idle or self._dialog.caller is floor.CallerState.SILENT
         if self._responses.running is None and is_free:
             self._ahead.do(warm(self._services.engine, self.config, self._responses.prompt()))
 
@@ -157,11 +157,11 @@ class Session:
             for event in listener.feed(samples, received_ns):
                 self._dialog.lingers = lingers(responses.last, responses.running)
                 await self._feed(event)
-            if self._dialog.caller is floor.Caller.SPEAKING:
+            if self._dialog.caller is floor.CallerState.SPEAKING:
                 await self._follow_words()
             if self._dialog.is_held and is_sure(self._hearing.turn_s, responses.running):
                 await self._feed(floor.InterruptionJudged(is_meant=True))
-            speaking = self._dialog.caller is not floor.Caller.SILENT
+            speaking = self._dialog.caller is not floor.CallerState.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
                 await self._end_speech()
             await asyncio.sleep(0)  # a long append must not hold up the other callers
@@ -209,7 +209,7 @@ class Session:
     def is_idle(self) -> bool:
         """Nobody speaks, nothing is being answered, and what was said has been heard."""
         return (
-            self._dialog.caller is floor.Caller.SILENT
+            self._dialog.caller is floor.CallerState.SILENT
             and not self._dialog.has_response
             and not self._responses.is_playing
         )
@@ -275,9 +275,9 @@ class Session:
                 await self._announce(action.start_sample)
             case floor.StopResponse():
                 await self._responses.stop(action.reason)
-            case floor.HoldResponse():
+            case floor.PausePlayback():
                 await self._responses.hold()
-            case floor.ReleaseResponse():
+            case floor.ResumePlayback():
                 self._responses.release()
             case floor.DropSpeech():
                 await self._drop_speech()
@@ -289,7 +289,7 @@ class Session:
             case floor.DropTranscript():
                 self._hearing.drop_words()
                 await self._ahead.discard()
-            case floor.RejoinTurn():
+            case floor.MergeTurns():
                 await self._rejoin()
             case floor.CommitTurn():
                 await self._commit(action.heard_end)
@@ -344,8 +344,8 @@ class Session:
         await self._sink(ItemAdded(item, previous_id))
         await self._sink(ItemDone(item, previous_id))
 
-    async def _settle(self, heard: HeardTurn, commit: int) -> None:
-        answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
+    async def _settle(self, heard: CommittedTurn, commit: int) -> None:
+        answer: asyncio.Future[ResponsePipeline | None] = asyncio.get_running_loop().create_future()
         if error := await heard.settle(self._clock):
             self._services.traces.add(heard.trace.to_dict())
             await self._sink(TranscriptionFailed(heard.item.id, error.code, error.message))
@@ -363,21 +363,24 @@ class Session:
         answer.set_result(self._responses.running)
 
     async def _start_response(self, request: ResponseRequest) -> None:
-        if self._responses.running is not None or self._dialog.bot is not floor.Bot.THINKING:
+        if (
+            self._responses.running is not None
+            or self._dialog.bot is not floor.AssistantState.THINKING
+        ):
             return  # the floor was lost while this was on its way
         heard, self._heard = self._heard, None
         await self._responses.start(request, heard)
 
     # --- ahead of certainty ---
 
-    async def _answer_early(self, early: asyncio.Task[Settled], last_voiced: int) -> None:
+    async def _answer_early(self, early: asyncio.Task[FinalTranscript], last_voiced: int) -> None:
         """The voice pauses: if there are words, begin to answer them; nobody hears it yet."""
         start = self._hearing.start_sample
         heard = (await asyncio.shield(early)).transcript
-        if self._dialog.is_held and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
+        if self._dialog.is_held and self._dialog.caller is floor.CallerState.MAYBE_FINISHED:
             is_meant = self._hearing.means_to_stop(self._responses.last, heard.text)
             await self._feed(floor.InterruptionJudged(is_meant))
-        if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
+        if self._dialog.caller is not floor.CallerState.MAYBE_FINISHED:
             return
         if self._hearing.start_sample < start:  # the words were only the second half of a turn
             early = self._hearing.try_words(last_voiced)
@@ -400,14 +403,14 @@ class Session:
         if not heard.text:
             return
         answer = await self._begin_answer(said)
-        if answer is None and self._dialog.caller is floor.Caller.MAYBE_FINISHED:
+        if answer is None and self._dialog.caller is floor.CallerState.MAYBE_FINISHED:
             await warm(self._services.engine, self.config, said)
 
-    async def _begin_answer(self, said: list[ChatMessage]) -> Turn | None:
+    async def _begin_answer(self, said: list[ChatMessage]) -> ResponsePipeline | None:
         """Hold an answer to ``said``, if it may be wanted and there is time for it."""
         async with self._floor:
             # The caller may have gone on, or finished, in the meantime.
-            if self._dialog.caller is not floor.Caller.MAYBE_FINISHED:
+            if self._dialog.caller is not floor.CallerState.MAYBE_FINISHED:
                 return None
             wanted = self._services.settings.eager_reply and self._dialog.will_answer
             if not wanted or not self._services.load.may_speculate():
@@ -419,7 +422,7 @@ class Session:
     # --- helpers ---
 
     def _follow(self, config: SessionConfig) -> None:
-        self._dialog.rules = floor.Rules.of(config.turn_detection)
+        self._dialog.rules = floor.TurnPolicy.of(config.turn_detection)
         self._hearing.follow(config)
 
     async def _forget_speech(self) -> None:

@@ -1,8 +1,9 @@
 """Who has the floor: a pure state machine, fed with events, answering with actions.
 
-No I/O, no clock, no tasks: ``Dialog.feed(event)`` returns what the session must do now, in order.
+No I/O, no clock, no tasks: ``TurnTaking.feed(event)`` returns the actions that the session performs
+now, in order.
 The caller's side and the bot's side move independently (a caller may speak while the bot speaks),
-and ``Dialog.phase`` names the six situations that a person would name::
+and ``TurnTaking.phase`` names the six situations that a person would name::
 
     LISTENING -> CALLER_SPEAKING <-> MAYBE_FINISHED -> THINKING -> SPEAKING -> LISTENING
                         ^                                 |           |
@@ -19,7 +20,7 @@ from audio.endpointing import VoiceEnded, VoiceEvent, VoicePaused, VoiceResumed,
 from audio.frame import SPEECH_RATE
 
 
-class Caller(Enum):
+class CallerState(Enum):
     """What the caller is doing."""
 
     SILENT = "silent"
@@ -27,7 +28,7 @@ class Caller(Enum):
     MAYBE_FINISHED = "maybe_finished"
 
 
-class Bot(Enum):
+class AssistantState(Enum):
     """What the bot is doing. TRANSCRIBING: a reply is wanted as soon as the words are known."""
 
     IDLE = "idle"
@@ -48,7 +49,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class TurnPolicy:
     """The part of the session's configuration that decides who may do what."""
 
     create_response: bool = True
@@ -59,7 +60,7 @@ class Rules:
     """Who goes on soon after the end of a turn had not finished it: both are one turn."""
 
     @classmethod
-    def of(cls, detection: TurnDetection | None) -> Rules:
+    def of(cls, detection: TurnDetection | None) -> TurnPolicy:
         """What the session's turn detection asks for; without one the defaults."""
         if detection is None:
             return cls()
@@ -142,12 +143,12 @@ class StopResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldResponse:
+class PausePlayback:
     """Be silent, and keep the answer: it may go on where it stopped."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseResponse:
+class ResumePlayback:
     """It was no interruption: go on where the answer stopped."""
 
 
@@ -174,7 +175,7 @@ class DropTranscript:
 
 
 @dataclass(frozen=True, slots=True)
-class RejoinTurn:
+class MergeTurns:
     """The caller goes on with the turn that was taken for over: stop and withdraw what answers it,
     and go on with it. Should something forbid that, stop the response as ``turn_detected``."""
 
@@ -199,13 +200,13 @@ class StartResponse:
 Action = (
     AnnounceSpeech
     | StopResponse
-    | HoldResponse
-    | ReleaseResponse
+    | PausePlayback
+    | ResumePlayback
     | DropSpeech
     | CutPlayback
     | TryTranscript
     | DropTranscript
-    | RejoinTurn
+    | MergeTurns
     | CommitTurn
     | StartResponse
 )
@@ -226,13 +227,13 @@ class Words(Enum):
     KNOWN = "known"
 
 
-class Dialog:
+class TurnTaking:
     """The state machine of one conversation."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: TurnPolicy) -> None:
         self.rules = rules
-        self.caller = Caller.SILENT
-        self.bot = Bot.IDLE
+        self.caller = CallerState.SILENT
+        self.bot = AssistantState.IDLE
         self._words = Words.KNOWN
         self._interrupted = False
         self.is_held = False
@@ -255,38 +256,38 @@ class Dialog:
     @property
     def phase(self) -> Phase:
         """The situation as a whole."""
-        if self.caller is Caller.MAYBE_FINISHED:
+        if self.caller is CallerState.MAYBE_FINISHED:
             return Phase.MAYBE_FINISHED
-        if self.caller is Caller.SPEAKING:
+        if self.caller is CallerState.SPEAKING:
             return Phase.INTERRUPTED if self._interrupted else Phase.CALLER_SPEAKING
-        if self.bot is Bot.SPEAKING:
+        if self.bot is AssistantState.SPEAKING:
             return Phase.SPEAKING
-        return Phase.LISTENING if self.bot is Bot.IDLE else Phase.THINKING
+        return Phase.LISTENING if self.bot is AssistantState.IDLE else Phase.THINKING
 
     @property
     def has_response(self) -> bool:
         """A response is running, or will as soon as the transcript is there."""
-        return self.bot is not Bot.IDLE
+        return self.bot is not AssistantState.IDLE
 
     @property
     def will_answer(self) -> bool:
         """If the turn ended now, and had words, a response would start at once."""
-        return self.bot is Bot.IDLE and self.rules.create_response
+        return self.bot is AssistantState.IDLE and self.rules.create_response
 
     def feed(self, event: DialogEvent) -> list[Action]:
         """Move on and say what to do. Events that mean nothing now are ignored."""
         match event:
             case VoiceStarted():
                 return self._on_voice_started(event)
-            case VoicePaused() if self.caller is Caller.SPEAKING:
-                self.caller = Caller.MAYBE_FINISHED
+            case VoicePaused() if self.caller is CallerState.SPEAKING:
+                self.caller = CallerState.MAYBE_FINISHED
                 return [TryTranscript(event.last_voiced_sample)]
-            case VoiceResumed() if self.caller is Caller.MAYBE_FINISHED:
-                self.caller = Caller.SPEAKING
+            case VoiceResumed() if self.caller is CallerState.MAYBE_FINISHED:
+                self.caller = CallerState.SPEAKING
                 return [DropTranscript()]
             case InterruptionJudged() if self.is_held:
                 return self._on_judged(event)
-            case VoiceEnded() if self.caller is not Caller.SILENT:
+            case VoiceEnded() if self.caller is not CallerState.SILENT:
                 stop = self._stop_held()
                 return [*stop, *self._commit(event, respond=self.rules.create_response)]
             case AudioCommitted():
@@ -294,19 +295,22 @@ class Dialog:
             case TranscriptReady():
                 self._words = Words.KNOWN if event.has_words else Words.NONE
                 return self._on_transcript()
-            case ResponseRequested() if self.bot is Bot.IDLE:
+            case ResponseRequested() if self.bot is AssistantState.IDLE:
                 self._asked = event
                 self._ended_at = None
                 return self._respond()
             case CancelRequested() if self.has_response:
                 self._owes_reply = False
                 return self._stop("client_cancelled")
-            case AudioStarted() if self.bot is Bot.THINKING:
-                self.bot = Bot.SPEAKING
+            case AudioStarted() if self.bot is AssistantState.THINKING:
+                self.bot = AssistantState.SPEAKING
                 self._owes_reply = False
                 return []
-            case ResponseFinished() if self.bot in (Bot.THINKING, Bot.SPEAKING):
-                self.bot = Bot.IDLE
+            case ResponseFinished() if self.bot in (
+                AssistantState.THINKING,
+                AssistantState.SPEAKING,
+            ):
+                self.bot = AssistantState.IDLE
                 self.is_held = False
                 return self._respond() if self._reply_next else []
             case _:
@@ -314,46 +318,46 @@ class Dialog:
 
     def forget_caller(self) -> list[Action]:
         """The caller's audio was thrown away: nobody is speaking, as far as we know."""
-        self.caller = Caller.SILENT
+        self.caller = CallerState.SILENT
         self._interrupted = False
         was_held, self.is_held = self.is_held, False
-        return [ReleaseResponse()] if was_held else []
+        return [ResumePlayback()] if was_held else []
 
     def _on_voice_started(self, event: VoiceStarted) -> list[Action]:
-        self.caller = Caller.SPEAKING
+        self.caller = CallerState.SPEAKING
         announce = AnnounceSpeech(event.start_sample)
         self._goes_on = self._may_go_on(event.onset_sample)
         if not self._goes_on:
             self._num_rejoins = 0
         if not self.rules.interrupt_response:
             return [announce]
-        if self._goes_on and self.bot is not Bot.SPEAKING:
+        if self._goes_on and self.bot is not AssistantState.SPEAKING:
             return [*self._rejoin(), announce]
-        if self.bot is Bot.IDLE and self.lingers and self.rules.judge_interruptions:
+        if self.bot is AssistantState.IDLE and self.lingers and self.rules.judge_interruptions:
             self.is_held = self._interrupted = True
             return [announce]  # what is left sounds on, until the words are known
-        if self.bot is Bot.IDLE:
+        if self.bot is AssistantState.IDLE:
             return [announce, CutPlayback()]
-        self._owes_reply = self.bot is not Bot.SPEAKING
+        self._owes_reply = self.bot is not AssistantState.SPEAKING
         self._interrupted = True
-        if self.rules.judge_interruptions and self.bot is Bot.SPEAKING:
+        if self.rules.judge_interruptions and self.bot is AssistantState.SPEAKING:
             self.is_held = True
-            return [announce, HoldResponse()]
+            return [announce, PausePlayback()]
         return [announce, *self._stop("turn_detected")]
 
     def _on_judged(self, event: InterruptionJudged) -> list[Action]:
         if event.is_meant:
             return self._stop_held()
         self.is_held = self._interrupted = self._goes_on = False
-        self.caller = Caller.SILENT
-        return [DropSpeech(), ReleaseResponse()]
+        self.caller = CallerState.SILENT
+        return [DropSpeech(), ResumePlayback()]
 
     def _stop_held(self) -> list[Action]:
         if not self.is_held:
             return []
         if self._goes_on:
             return self._rejoin()
-        if self.bot is Bot.IDLE:
+        if self.bot is AssistantState.IDLE:
             self.is_held = False
             return [CutPlayback()]
         return self._stop("turn_detected")
@@ -371,41 +375,46 @@ class Dialog:
         self._goes_on = self._interrupted = self._owes_reply = False
         self._ended_at = None
         self._num_rejoins += 1
-        return [RejoinTurn()]
+        return [MergeTurns()]
 
     def _stop(self, reason: str) -> list[Action]:
         self.is_held = False
         # While only a transcript is awaited there is nothing running yet that could be stopped.
-        running = self.bot in (Bot.THINKING, Bot.SPEAKING)
-        self.bot = Bot.IDLE
+        running = self.bot in (AssistantState.THINKING, AssistantState.SPEAKING)
+        self.bot = AssistantState.IDLE
         self._asked, self._reply_next = None, False
         return [StopResponse(reason)] if running else []
 
     def _commit(self, heard_end: VoiceEnded | None, *, respond: bool) -> list[Action]:
         self._ended_at = heard_end.last_voiced_sample if heard_end and respond else None
-        self.caller = Caller.SILENT
+        self.caller = CallerState.SILENT
         self._interrupted = False
         self._words = Words.PENDING
-        if respond and self.bot is Bot.IDLE:
-            self.bot = Bot.TRANSCRIBING
-        elif respond and self.bot is not Bot.TRANSCRIBING:
+        if respond and self.bot is AssistantState.IDLE:
+            self.bot = AssistantState.TRANSCRIBING
+        elif respond and self.bot is not AssistantState.TRANSCRIBING:
             self._reply_next = True
         return [CommitTurn(heard_end)]
 
     def _on_transcript(self) -> list[Action]:
         silent = self._words is Words.NONE
-        if silent and self._owes_reply and self.bot is Bot.IDLE and self.caller is Caller.SILENT:
-            self.bot = Bot.TRANSCRIBING
-        return self._respond() if self.bot is Bot.TRANSCRIBING else []
+        if (
+            silent
+            and self._owes_reply
+            and self.bot is AssistantState.IDLE
+            and self.caller is CallerState.SILENT
+        ):
+            self.bot = AssistantState.TRANSCRIBING
+        return self._respond() if self.bot is AssistantState.TRANSCRIBING else []
 
     def _respond(self) -> list[Action]:
         """Answer the last turn: now, when its words are known, or not at all if it has none."""
         self._reply_next = False
         if self._words is Words.PENDING:
-            self.bot = Bot.TRANSCRIBING
+            self.bot = AssistantState.TRANSCRIBING
             return []
         asked, self._asked = self._asked, None
         wanted = self._words is Words.KNOWN or asked is not None or self._owes_reply
         self._owes_reply = False
-        self.bot = Bot.THINKING if wanted else Bot.IDLE
+        self.bot = AssistantState.THINKING if wanted else AssistantState.IDLE
         return [StartResponse(asked.request if asked else None)] if wanted else []

@@ -21,7 +21,7 @@ import msgspec
 
 from app.observe import NO_ANSWER, CanaryJudge, CanaryRules, Lane, lane_of, verdict_of
 from app.routing.canary_denylist import Withdrawals
-from app.routing.engines import TalkEngine, TalkReply
+from app.routing.engines import LlmEngine, LlmReply
 from llm_core import (
     ChatMessage,
     EngineClient,
@@ -132,7 +132,7 @@ class Rollout:
 
 
 class RoutedEngine:
-    """A ``TalkEngine``: one conversation's way to the engine that it was given to."""
+    """A ``LlmEngine``: one conversation's way to the engine that it was given to."""
 
     def __init__(self, rollout: Rollout, lane: Lane) -> None:
         self._rollout = rollout
@@ -146,12 +146,12 @@ class RoutedEngine:
 
     @property
     def info(self) -> ModelInfo:
-        """See ``TalkEngine``."""
+        """See ``LlmEngine``."""
         return self._client.info
 
     @property
     def is_alive(self) -> bool:
-        """See ``TalkEngine``."""
+        """See ``LlmEngine``."""
         return self._client.is_alive
 
     @property
@@ -159,13 +159,13 @@ class RoutedEngine:
         return self._rollout.canary if self.lane == "canary" else self._rollout.stable
 
     async def stats(self) -> EngineStats:
-        """See ``TalkEngine``."""
+        """See ``LlmEngine``."""
         return await self._client.stats()
 
     async def prefill(
         self, messages: Sequence[ChatMessage], **options: Unpack[OptionFields]
     ) -> PrefillResult:
-        """See ``TalkEngine``. Raises RequestTimeoutError when the new engine does not answer."""
+        """See ``LlmEngine``. Raises RequestTimeoutError when the new engine does not answer."""
         if self.lane == "stable":
             return await self._rollout.stable.prefill(messages, **options)
         try:
@@ -180,7 +180,7 @@ class RoutedEngine:
         params: SamplingParams,
         **options: Unpack[OptionFields],
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """See ``TalkEngine``."""
+        """See ``LlmEngine``."""
         if self.lane == "stable":
             stable = self._rollout.stable.generate(messages, params, **options)
             async with aclosing(stable) as events:
@@ -197,14 +197,14 @@ class RoutedEngine:
         params: SamplingParams,
         **options: Unpack[OptionFields],
     ) -> RoutedReply:
-        """See ``TalkEngine``."""
+        """See ``LlmEngine``."""
         reply = RoutedReply(self._rollout, self.lane, messages, params, options)
         await reply.open()
         return reply
 
 
 class RoutedReply:
-    """A ``TalkReply`` that the old engine takes over when the new one fails.
+    """A ``LlmReply`` that the old engine takes over when the new one fails.
 
     Before its first text the old engine is asked the same; behind it, it is asked to go on with
     what was said. Only a reply under a guide (calls of tools, schemas) cannot be gone on with in
@@ -226,7 +226,7 @@ class RoutedReply:
         self._messages = messages
         self._params = params
         self._options = options
-        self._reply: TalkReply | None = None
+        self._reply: LlmReply | None = None
         self._timer: asyncio.Timeout | None = None  # of the wait that goes on
         self._has_sign = False  # of life
         # An answer begun in hope has no deadline: it comes behind all that are awaited.
@@ -336,7 +336,7 @@ class RoutedReply:
         return event
 
     def set_deadline(self, deadline_ns: int | None) -> None:
-        """See ``TalkReply``. Whoever says when words are needed waits for them, also with None."""
+        """See ``LlmReply``. Whoever says when words are needed waits for them, also with None."""
         self._options["deadline_ns"] = deadline_ns
         self._is_awaited = True
         patience_s, timer = self._patience_s, self._timer
@@ -371,7 +371,7 @@ def model_id(info: ModelInfo) -> str:
     return f"{info.name}@{digest}" if digest else info.name
 
 
-def asked_facts(engine: TalkEngine) -> dict[str, Any]:
+def asked_facts(engine: LlmEngine) -> dict[str, Any]:
     """What the trace should say of the engine that will be asked."""
     facts: dict[str, Any] = {"model": model_id(engine.info)}
     if isinstance(engine, RoutedEngine):
@@ -379,6 +379,6 @@ def asked_facts(engine: TalkEngine) -> dict[str, Any]:
     return facts
 
 
-def served_facts(reply: TalkReply) -> dict[str, Any]:
+def served_facts(reply: LlmReply) -> dict[str, Any]:
     """What the trace should say of who served ``reply``; nothing where there is no choice."""
     return reply.served if isinstance(reply, RoutedReply) else {}

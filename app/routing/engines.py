@@ -17,7 +17,7 @@ from llm_core import (
 )
 
 
-class TalkReply(Protocol):
+class LlmReply(Protocol):
     """A running reply: ``llm_core.Reply``, or one that may change its engine."""
 
     def __aiter__(self) -> Self: ...
@@ -39,7 +39,7 @@ class TalkReply(Protocol):
         ...
 
 
-class TalkEngine(Protocol):
+class LlmEngine(Protocol):
     """See ``llm_core.EngineClient``, which is one."""
 
     @property
@@ -70,7 +70,7 @@ class TalkEngine(Protocol):
         messages: Sequence[ChatMessage],
         params: SamplingParams,
         **options: Unpack[OptionFields],
-    ) -> TalkReply:
+    ) -> LlmReply:
         """A reply with a handle. Must be closed."""
         ...
 

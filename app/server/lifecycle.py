@@ -25,7 +25,15 @@ from fastapi import FastAPI
 from app.access import Connections
 from app.api.telephony.routes import audiosocket
 from app.config import Settings, unknown_variables
-from app.conversation import Filler, Load, Recognition, Services, Speaking, ToolBox, warm_up
+from app.conversation import (
+    AsrScheduler,
+    EagerAdmission,
+    Filler,
+    Services,
+    ToolBox,
+    TtsScheduler,
+    warm_up,
+)
 from app.errors import ConfigError, ModelStoreError
 from app.logging_setup import setup_logging
 from app.models import ModelStore
@@ -115,13 +123,13 @@ async def build_services(
         loop_lag = LoopLag()
         measuring = asyncio.create_task(loop_lag.run(), name="loop lag")
         stack.callback(measuring.cancel)
-        recognition = Recognition(recognizer.result(), workers)
+        recognition = AsrScheduler(recognizer.result(), workers)
         services = Services(
             engine=engine.result(),
             recognition=recognition,
-            load=Load(recognition, settings.eager_max_generating),
+            load=EagerAdmission(recognition, settings.eager_max_generating),
             # One is the recogniser's.
-            speaking=Speaking(workers, max(1, settings.speech_workers - 1)),
+            speaking=TtsScheduler(workers, max(1, settings.speech_workers - 1)),
             synthesizer=synthesizer.result(),
             vad=vad.result(),
             workers=workers,

@@ -21,10 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import app as app_package
 from app.access import (
     REALTIME_SUBPROTOCOL,
+    Authenticator,
     Connections,
-    Gatekeeper,
-    Grant,
     HostError,
+    Principal,
     RateLimitedError,
     RateLimits,
     peer_of,
@@ -40,8 +40,8 @@ from app.api.realtime.call_registry import CallsRegistry
 from app.api.realtime.client_secrets import client_secrets_router
 from app.api.realtime.connection import MakeSession, RealtimeConnection
 from app.api.realtime.server_events import Wire, error_event
-from app.api.realtime.webrtc_calls import Surroundings, add_calls
-from app.api.telephony.routes import PhoneDesk, add_phone
+from app.api.realtime.webrtc_calls import CallContext, add_calls
+from app.api.telephony.routes import PhoneService, add_phone
 from app.api.traces import traces_router
 from app.config import Settings
 from app.conversation import Services, Session
@@ -98,7 +98,7 @@ def create_app(
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
     )
-    app.state.gatekeeper = Gatekeeper(settings)
+    app.state.gatekeeper = Authenticator(settings)
     app.state.connections = Connections(settings.max_sessions)
     app.state.calls = CallsRegistry()
     app.state.rate_limits = RateLimits(settings)
@@ -128,10 +128,10 @@ def create_app(
     state = app.state
     add_calls(
         app,
-        Surroundings(services, make_session, state.connections, state.calls, state.rate_limits),
+        CallContext(services, make_session, state.connections, state.calls, state.rate_limits),
         state.gatekeeper,
     )
-    app.state.phone = PhoneDesk(
+    app.state.phone = PhoneService(
         services,
         app.state.connections,
         app.state.gatekeeper,
@@ -195,7 +195,7 @@ def _add_gauges(app: FastAPI, services: Services) -> None:
 
 def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -> None:
     connections: Connections = app.state.connections
-    gatekeeper: Gatekeeper = app.state.gatekeeper
+    gatekeeper: Authenticator = app.state.gatekeeper
     calls: CallsRegistry = app.state.calls
     limits: RateLimits = app.state.rate_limits
 
@@ -247,7 +247,7 @@ def _unsupported_query(websocket: WebSocket) -> Wire | None:
 
 
 async def _attach(
-    channel: WebSocketChannel, calls: CallsRegistry, call_id: str, grant: Grant
+    channel: WebSocketChannel, calls: CallsRegistry, call_id: str, grant: Principal
 ) -> None:
     """A controlling client beside the one whose call it is."""
     try:
@@ -318,7 +318,7 @@ class _WebPages(Pages):
 class _HostGuard:
     """Turns away requests for names that are not ours, whatever they ask for."""
 
-    def __init__(self, app: ASGIApp, gatekeeper: Gatekeeper) -> None:
+    def __init__(self, app: ASGIApp, gatekeeper: Authenticator) -> None:
         self._app = app
         self._gatekeeper = gatekeeper
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from audio.asr.word_timing import HeardPart, Sound
+from audio.asr.word_timing import EncoderOutput, HeardPart
 from audio.frame import SPEECH_RATE, Samples
 from audio.vad import WINDOW_SAMPLES
 
@@ -82,7 +82,7 @@ class Voice:
 
 
 @dataclass(frozen=True, slots=True)
-class EndMarks:
+class PunctuationLogprobs:
     """What the recogniser expects behind the last word, having heard how it sounds: natural
     log-probabilities of each mark, and of nothing more."""
 
@@ -109,9 +109,9 @@ class Decoding:
     compression_ratio: float
     encoder_frames: int
     was_capped: bool
-    end_marks: EndMarks | None = None
+    end_marks: PunctuationLogprobs | None = None
     tail: Samples | None = None
-    sound: Sound | None = None
+    sound: EncoderOutput | None = None
     parts: tuple[HeardPart, ...] = ()
 
 

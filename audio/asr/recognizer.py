@@ -21,8 +21,8 @@ import numpy as np
 
 from audio.asr.hallucination_filter import (
     Decoding,
-    EndMarks,
     Fault,
+    PunctuationLogprobs,
     Voice,
     better,
     find_fault,
@@ -31,8 +31,8 @@ from audio.asr.hallucination_filter import (
     is_speech,
     words_of,
 )
-from audio.asr.segmentation import Piece
-from audio.asr.turn_end_probe import MAX_SILENCE_S, EndRule
+from audio.asr.segmentation import AudioSegment
+from audio.asr.turn_end_probe import MAX_SILENCE_S, TurnEndProbe
 from audio.asr.whisper_decoder import FRAMES_PER_S, MAX_FRAMES, WhisperDecoder, compression_ratio
 from audio.asr.word_timing import HeardPart, WordTime, words_in
 from audio.errors import AudioFormatError, NotWantedError
@@ -70,7 +70,7 @@ class Transcript:
     encoder_frames: int
     num_fallbacks: int
     took_ms: float
-    end_marks: EndMarks | None = None
+    end_marks: PunctuationLogprobs | None = None
     tail: Samples | None = None
     end_odds: float | None = None
     parts: tuple[HeardPart, ...] = field(default=(), repr=False)
@@ -101,7 +101,7 @@ class Recognizer:
         language.
         """
         self._decoder = WhisperDecoder(model_dir, num_threads)
-        self._end_rule = EndRule.of(model_dir)
+        self._end_rule = TurnEndProbe.of(model_dir)
         self._vad = VadModel()
         self.language = self._decoder.check_language(language)
 
@@ -149,7 +149,7 @@ class Recognizer:
             keeps_sound=keeps_sound,
             is_brief=is_brief,
         )
-        whole = Piece(audio, self._vad.probabilities(audio)).trimmed()
+        whole = AudioSegment(audio, self._vad.probabilities(audio)).trimmed()
         heard = [
             decoding
             for piece in whole.parts(_MAX_PIECE_S)
@@ -187,13 +187,13 @@ class Recognizer:
             words += words_in(part, spans)
         return tuple(words)
 
-    def _end_odds(self, tail: Samples | None, heard: Piece) -> float | None:
+    def _end_odds(self, tail: Samples | None, heard: AudioSegment) -> float | None:
         rule = self._end_rule
         if rule is None or tail is None or heard.silence_behind_s > MAX_SILENCE_S:
             return None
         return rule.odds(tail)
 
-    def _recognise(self, piece: Piece, job: _Job) -> Decoding | None:
+    def _recognise(self, piece: AudioSegment, job: _Job) -> Decoding | None:
         """What was said in a piece of at most 28 s; None when nothing was."""
         voice = Voice.measure(piece.probabilities)
         if voice.is_absent:
@@ -220,7 +220,7 @@ class Recognizer:
         return _placed(best, piece, job) if is_speech(best, voice) else None
 
     def _heard_briefly(
-        self, piece: Piece, best: Decoding, fault: Fault, voice: Voice, job: _Job
+        self, piece: AudioSegment, best: Decoding, fault: Fault, voice: Voice, job: _Job
     ) -> Decoding | None:
         """What is believed where ``best`` has a fault and there is no time for a thorough run."""
         if fault is Fault.TOO_LITTLE and piece.duration_s >= _MIN_SPLIT_S:
@@ -229,7 +229,7 @@ class Recognizer:
                 return halves
         return _placed(best, piece, job) if is_speech(best, voice) else None
 
-    def _recognise_halves(self, piece: Piece, job: _Job, num_splits: int) -> Decoding | None:
+    def _recognise_halves(self, piece: AudioSegment, job: _Job, num_splits: int) -> Decoding | None:
         """As above for audio whose text loops: it rarely does in shorter pieces."""
         heard: list[Decoding] = []
         for half in piece.halves():
@@ -264,7 +264,7 @@ class Recognizer:
         return decoding
 
 
-def _placed(decoding: Decoding, piece: Piece, job: _Job) -> Decoding:
+def _placed(decoding: Decoding, piece: AudioSegment, job: _Job) -> Decoding:
     """``decoding`` with the place where it was heard; what it was decoded from is let go."""
     assert job.language is not None, "known since the first run"
     sound = decoding.sound if job.keeps_sound else None

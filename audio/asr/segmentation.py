@@ -17,7 +17,7 @@ _DB_PER_CLEAR_VOICE = 25.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AudioSegment:
     """Audio float32 [n] at 16 kHz with its voice probabilities float32 [ceil(n / 512)].
 
     ``start_sample``: where it lies in the recording that it was cut from.
@@ -44,15 +44,15 @@ class Piece:
         last = int(voiced[-1]) + 1 if voiced.size else 0
         return max(0, self.samples.size - last * WINDOW_SAMPLES) / SPEECH_RATE
 
-    def cut(self, start_window: int, end_window: int) -> Piece:
+    def cut(self, start_window: int, end_window: int) -> AudioSegment:
         """The part [start, end) in windows."""
-        return Piece(
+        return AudioSegment(
             self.samples[start_window * WINDOW_SAMPLES : end_window * WINDOW_SAMPLES],
             self.probabilities[start_window:end_window],
             self.start_sample + start_window * WINDOW_SAMPLES,
         )
 
-    def trimmed(self) -> Piece:
+    def trimmed(self) -> AudioSegment:
         """Without the silence at its ends, but for a margin of a second; empty without voice."""
         voiced = np.flatnonzero(self.probabilities >= _MIN_VOICE)
         if voiced.size == 0:
@@ -60,19 +60,19 @@ class Piece:
         margin = int(_MARGIN_S * SPEECH_RATE / WINDOW_SAMPLES)
         return self.cut(max(0, int(voiced[0]) - margin), int(voiced[-1]) + 1 + margin)
 
-    def halves(self) -> tuple[Piece, Piece]:
+    def halves(self) -> tuple[AudioSegment, AudioSegment]:
         """Two pieces, cut at the quietest place between the first and the last quarter."""
         num_windows = self.probabilities.size
         at = self._quietest(num_windows // 4, num_windows - num_windows // 4)
         return self.cut(0, at), self.cut(at, num_windows)
 
-    def parts(self, max_s: float) -> list[Piece]:
+    def parts(self, max_s: float) -> list[AudioSegment]:
         """Consecutive pieces of at most ``max_s`` seconds, cut at pauses.
 
         A cut falls into the last third of what is allowed, so that pieces are not too short.
         """
         max_windows = max(1, int(max_s * SPEECH_RATE) // WINDOW_SAMPLES)
-        pieces: list[Piece] = []
+        pieces: list[AudioSegment] = []
         rest = self
         while rest.probabilities.size > max_windows:
             at = rest._quietest(max(1, max_windows * 2 // 3), max_windows)

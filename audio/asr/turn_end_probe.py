@@ -24,14 +24,14 @@ _WEIGHTS_NAME = "model.bin"
 
 
 @dataclass(frozen=True, slots=True)
-class EndRule:
+class TurnEndProbe:
     """``weights`` float32 [n] for an ``audio.asr.encoder_tail`` of as many values."""
 
     bias: float
     weights: Samples
 
     @classmethod
-    def of(cls, model_dir: Path, rules_dir: Path = RULES_DIR) -> EndRule | None:
+    def of(cls, model_dir: Path, rules_dir: Path = RULES_DIR) -> TurnEndProbe | None:
         """The rule for a faster-whisper model; None: there is none for it."""
         weights = model_dir / _WEIGHTS_NAME
         size = weights.stat().st_size

@@ -21,8 +21,8 @@ from faster_whisper import WhisperModel
 from faster_whisper.tokenizer import Tokenizer
 
 from audio.asr.encoder_tail import tail_of
-from audio.asr.hallucination_filter import Decoding, EndMarks
-from audio.asr.word_timing import Sound, Span
+from audio.asr.hallucination_filter import Decoding, PunctuationLogprobs
+from audio.asr.word_timing import EncoderOutput, Span
 from audio.errors import AudioError, ModelError, NotWantedError
 from audio.frame import SPEECH_RATE, Samples
 from audio.language import language_code
@@ -148,7 +148,9 @@ class WhisperDecoder:
         )
         return decoding, language
 
-    def align(self, samples: Samples, sound: Sound | None, text: str, language: str) -> list[Span]:
+    def align(
+        self, samples: Samples, sound: EncoderOutput | None, text: str, language: str
+    ) -> list[Span]:
         """When the tokens of ``text`` were heard in ``samples``, audio [n] at 16 kHz of at most
         30 s; the spans joined are ``text``.
 
@@ -169,10 +171,10 @@ class WhisperDecoder:
             for word in found
         ]
 
-    def _encode(self, features: Samples, num_frames: int) -> Sound:
+    def _encode(self, features: Samples, num_frames: int) -> EncoderOutput:
         padded = np.zeros((features.shape[0], num_frames), dtype=np.float32)
         padded[:, : features.shape[1]] = features[:, :num_frames]
-        return Sound(self._whisper.encode(padded), min(features.shape[1], num_frames))
+        return EncoderOutput(self._whisper.encode(padded), min(features.shape[1], num_frames))
 
     def decode_thoroughly(self, samples: Samples, language: str, prompt: str | None) -> Decoding:
         """faster-whisper's own way: 30 s of context, beam 5, rising temperatures (fewer steps).
@@ -237,7 +239,9 @@ def _prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
     return [tokenizer.sot_prev, *earlier, *start]
 
 
-def _end_marks(tokenizer: Tokenizer, tokens: list[int], logits: list[Any]) -> EndMarks | None:
+def _end_marks(
+    tokenizer: Tokenizer, tokens: list[int], logits: list[Any]
+) -> PunctuationLogprobs | None:
     """From the step behind the last word of ``tokens``; ``logits`` float32 [vocab_size] a step.
 
     None without a word, or when the decoder was stopped before that step.
@@ -251,7 +255,7 @@ def _end_marks(tokenizer: Tokenizer, tokens: list[int], logits: list[Any]) -> En
     powers = np.exp(values - values.max())
     ids = [*(tokenizer.encode(mark)[0] for mark in _MARKS), tokenizer.eot]
     chances = np.maximum(powers[ids] / powers.sum(), _LEAST_PROBABILITY)
-    return EndMarks(*np.log(chances).tolist())
+    return PunctuationLogprobs(*np.log(chances).tolist())
 
 
 def _check_wanted(is_wanted: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from audio.asr.segmentation import Piece
+from audio.asr.segmentation import AudioSegment
 from audio.frame import SPEECH_RATE, Samples
 from audio.vad import WINDOW_SAMPLES
 
@@ -33,7 +33,7 @@ _PAUSE_WINDOWS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class EncoderOutput:
     """What the encoder made of a piece; ``num_frames`` of 10 ms are real, the rest is padding."""
 
     outputs: Any
@@ -44,10 +44,10 @@ class Sound:
 class HeardPart:
     """A piece of the audio and what was said in it. ``sound`` None: it was not kept."""
 
-    piece: Piece
+    piece: AudioSegment
     text: str
     language: str
-    sound: Sound | None
+    sound: EncoderOutput | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from audio.asr import EndMarks
+from audio.asr import PunctuationLogprobs
 from audio.endpointing.prosody import Prosody
 from audio.endpointing.vocabulary import (
     ALPHABET_WORDS,
@@ -85,7 +85,7 @@ class Evidence:
     prosody: Prosody | None = None
     end_logprob: float | None = None
     model_probability: float | None = None
-    end_marks: EndMarks | None = None
+    end_marks: PunctuationLogprobs | None = None
     end_odds: float | None = None
 
 
@@ -211,7 +211,7 @@ def logprob_sign(end_logprob: float) -> float:
     return max(end_logprob, _MIN_LOGPROB)
 
 
-def mark_signs(marks: EndMarks) -> tuple[float, ...]:
+def mark_signs(marks: PunctuationLogprobs) -> tuple[float, ...]:
     """What the recogniser expects: the log-odds of a sentence's end, and single log-probabilities,
     both with a floor of a thousandth."""
     ends = math.exp(marks.period) + math.exp(marks.question) + math.exp(marks.exclamation)

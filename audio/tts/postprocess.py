@@ -35,7 +35,7 @@ def gain_for(raw: Samples, rate_hz: int) -> float:
     return min(max(_TARGET_RMS / level, _MIN_GAIN), _MAX_GAIN)
 
 
-class Finisher:
+class SpeechPostprocessor:
     """One sentence: ``feed`` it as it comes, then ``flush``; joined, that is the finished sound."""
 
     def __init__(self, rate_hz: int, gain: float, trailing_ms: float) -> None:

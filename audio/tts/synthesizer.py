@@ -22,8 +22,8 @@ from audio.errors import AudioError, ModelError
 from audio.frame import Samples
 from audio.onnx_session import ORT_ERRORS
 from audio.text import CLOSERS, normalize
-from audio.tts.postprocess import Finisher, gain_for
-from audio.tts.vits import Utterance, VoiceNet
+from audio.tts.postprocess import SpeechPostprocessor, gain_for
+from audio.tts.vits import Utterance, VitsSession
 
 _FAILURES: tuple[type[Exception], ...] = (*ORT_ERRORS, ValueError, OSError)
 
@@ -88,7 +88,7 @@ class Synthesizer:
         noise_w_scale: float | None = None,
     ) -> None:
         config = _config(voice)
-        self._net = VoiceNet(voice, num_threads)
+        self._net = VitsSession(voice, num_threads)
         # It turns text into ids; its own session is never run.
         self._phonemes = PiperVoice(session=cast(Any, None), config=config)
         self._noise_scale = config.noise_scale if noise_scale is None else noise_scale
@@ -172,7 +172,7 @@ class Synthesizer:
         samples = np.zeros(0, np.float32)
         for number, (phonemes, trailing_ms) in enumerate(sentences):
             utterance = self._open(phonemes, speed)
-            finisher = Finisher(self.sample_rate, self._gain, trailing_ms)
+            finisher = SpeechPostprocessor(self.sample_rate, self._gain, trailing_ms)
             while not utterance.is_over:
                 num_frames = self._next_len(utterance, made_len if is_urgent else None)
                 samples = finisher.feed(utterance.take(num_frames))

@@ -26,7 +26,7 @@ from audio.tts.graph_split import split_voice
 _COST_WEIGHT = 0.2
 
 
-class VoiceNet:
+class VitsSession:
     """The three parts of the network, shared by all callers and threads."""
 
     def __init__(self, path: Path, num_threads: int = 1) -> None:
@@ -77,7 +77,7 @@ class VoiceNet:
 class Utterance:
     """One sentence in the making. Not to be used by two threads at a time."""
 
-    def __init__(self, net: VoiceNet, frames: Samples, sid: int | None) -> None:
+    def __init__(self, net: VitsSession, frames: Samples, sid: int | None) -> None:
         """``frames``: float32 [1, channels, n]."""
         self._net = net
         self._frames = frames

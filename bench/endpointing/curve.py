@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from app.config import load_settings
 from app.models.store import ModelStore
-from audio.asr.hallucination_filter import EndMarks
+from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.endpointing.prosody import Prosody
 from audio.endpointing.semantic import (
     WAITS,
@@ -110,7 +110,7 @@ def main() -> None:
         "words": np.array([words_signs(e["text"]) for e in events]),
         "prosody": np.array([_prosody(e) for e in events]),
         "model": np.array(model)[:, None],
-        "marks": np.array([mark_signs(EndMarks(*e["end_marks"][:6])) for e in events]),
+        "marks": np.array([mark_signs(PunctuationLogprobs(*e["end_marks"][:6])) for e in events]),
         "tail": ear[:, :-1],
         "tail, model": ear[:, -1:],
         "heard": np.array([[heard_sign(e["turn_model"])] for e in events]),

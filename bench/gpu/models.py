@@ -17,7 +17,7 @@ from llm_core.model.gpu.graphs import Capture
 from llm_core.model.gpu.kv_cache import GpuKvCache
 from llm_core.model.gpu.weights import GpuFormat
 from llm_core.model.kv_cache import KvCache
-from llm_core.model.torch_decoder import Decoder
+from llm_core.model.torch_decoder import TorchDecoder
 from llm_core.quant.codes import GroupedCodes
 from llm_core.quant.formats import Weight
 from llm_core.quant.linear import FormatChoice
@@ -236,7 +236,9 @@ def compare_with_cpu(
     for name, shape in weight_shapes(config).items():
         values = torch.randn(shape, generator=generator)
         weights[name] = values * shape[-1] ** -0.5 if len(shape) == 2 else 1 + 0.2 * values
-    cpu = Decoder(config, weights, FormatChoice("float32", "float32"), select_backend("cpu"), 128)
+    cpu = TorchDecoder(
+        config, weights, FormatChoice("float32", "float32"), select_backend("cpu"), 128
+    )
     cpu_cache = KvCache(config, 16, BLOCK_SIZE)
     gpu, gpu_cache = comparison_decoder(config, weights, ops, device, capture)
     found: dict[str, float] = {}

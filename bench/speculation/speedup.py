@@ -40,7 +40,7 @@ from llm_core.model.runner import ModelRunner
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import FixedController
 from llm_core.speculative.control.calibration import measure_draft_costs, measure_row_costs
-from llm_core.speculative.control.verification_cost import DraftCost, RowCost
+from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
 from llm_core.speculative.drafters.base import Drafter
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.drafters.ngram import NgramDrafter
@@ -82,7 +82,7 @@ def modes_of(
             Mode(f"{name} {shape}", drafter, FixedController(SHAPES[shape]))
             for shape in shapes_of(drafter)
         ]
-        auto = AutoController(AUTO, RowCost(costs), DraftCost(draft_costs[name]))
+        auto = AutoController(AUTO, VerificationCost(costs), DraftCost(draft_costs[name]))
         modes.append(Mode(f"{name} auto", drafter, auto))
     return [m for m in modes if m.drafter is None or any(part in m.name for part in wanted)]
 

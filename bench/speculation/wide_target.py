@@ -31,7 +31,7 @@ from llm_core.scheduling.draft_tree import DraftTree
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import FixedController
 from llm_core.speculative.control.calibration import measure_draft_costs, measure_row_costs
-from llm_core.speculative.control.verification_cost import DraftCost, RowCost
+from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
 from llm_core.speculative.drafters.base import DraftRequest
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.heads.config import HeadConfig
@@ -189,7 +189,7 @@ def bench_wide(arguments: argparse.Namespace) -> dict[str, Any]:
             Mode(name, drafter, FixedController(SHAPES[name]))
             for name in ("chain 1", "chain 2", "chain 3", "chain 4")
         ]
-        auto = AutoController(AUTO, RowCost(costs), DraftCost(draft_costs))
+        auto = AutoController(AUTO, VerificationCost(costs), DraftCost(draft_costs))
         modes.append(Mode("auto", drafter, auto))
         left = (arguments.end - time.monotonic()) / (len(batches) - batches.index(batch))
         title = f"random {arguments.wide}, 4 bits, acceptance {acceptance}, {batch} at once"

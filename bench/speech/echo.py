@@ -17,7 +17,7 @@ import numpy as np
 
 from app.clients.recording import VoicedFrames
 from app.config import load_settings
-from app.conversation.input.audio_input import Listener
+from app.conversation.input.audio_input import AudioInput
 from app.conversation.session_config import SessionConfig, TurnDetection
 from app.models.store import ModelStore
 from audio.codecs import AudioFormat
@@ -89,7 +89,7 @@ class Ear:
             input_format=AudioFormat("pcm16", SPEECH_RATE),
             turn_detection=TurnDetection(kind="semantic_vad"),
         )
-        self.listener = Listener(vad, config, eager_silence_ms=160, max_buffer_s=300)
+        self.listener = AudioInput(vad, config, eager_silence_ms=160, max_buffer_s=300)
 
     def hear(self, played: Samples, heard: Samples, since: int = 0) -> int | None:
         """Where a turn was found to begin (when, not since when), from sample ``since`` on."""

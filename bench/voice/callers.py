@@ -19,7 +19,7 @@ from app.clients.phone_providers import PEERS
 from app.clients.recording import RATE, Played, first_audible
 from app.clients.server_process import own_server
 from app.clients.talk import NoReplyError, NoSpeechError, TalkClient, TalkResult, open_talk
-from app.clients.talk_log import Turn
+from app.clients.talk_log import LoggedTurn
 from app.config import load_settings
 from app.errors import ParleyError
 from app.models.store import ModelStore
@@ -313,7 +313,7 @@ class _Caller:
         self.on_note(f"{name}: {waits}; heard {heard!r}")
 
 
-def wait_note(turn: Turn, gap_ms: float | None) -> str:
+def wait_note(turn: LoggedTurn, gap_ms: float | None) -> str:
     """How long the caller waited for an answer."""
     if turn.is_withdrawn:
         return "answered too early and taken back"

@@ -12,11 +12,11 @@ from llm_core.batch import ForwardResult
 from llm_core.chat import ChatTemplate
 from llm_core.engine.batch_builder import rows_by_chunk
 from llm_core.engine.generation import Generation
-from llm_core.engine.pinned_prefixes import Pins
+from llm_core.engine.pinned_prefixes import PinnedPrefixes
 from llm_core.engine.prompt import Prompt
 from llm_core.engine.request import NO_OPTIONS, Request, RequestMaker
 from llm_core.engine.speculation import Speculator
-from llm_core.engine.step_pipeline import Flight, StepPipeline
+from llm_core.engine.step_pipeline import InFlightStep, StepPipeline
 from llm_core.errors import InvalidRequestError, LlmError, RequestTimeoutError
 from llm_core.loading import open_model
 from llm_core.messages import (
@@ -39,9 +39,9 @@ from llm_core.scheduling import (
     AttentionWindow,
     BlockTables,
     Chunk,
-    RowBudget,
     Scheduler,
     StepPlan,
+    TokenBudget,
     TokenSequence,
     make_policy,
 )
@@ -82,8 +82,8 @@ class Engine:
         self._make = RequestMaker(tokenizer, template, runner.max_context, clock)
         self._clock = clock
         self._requests: dict[int, Request] = {}
-        self._pins = Pins(self.scheduler.tables)
-        self._row_budget = RowBudget(self.scheduler, max_step_ms)
+        self._pins = PinnedPrefixes(self.scheduler.tables)
+        self._row_budget = TokenBudget(self.scheduler, max_step_ms)
         self._speculator: Speculator | None = None
         self._steps = StepPipeline(
             runner,
@@ -389,7 +389,7 @@ class Engine:
             if generation is not None and generation.scheduled_ns == 0:
                 generation.scheduled_ns = self._clock()
 
-    def _learn_of(self, flight: Flight | None, *, is_late: bool) -> list[Output]:
+    def _learn_of(self, flight: InFlightStep | None, *, is_late: bool) -> list[Output]:
         """``is_late``: requests may have ended since, and no prompt was done with the step."""
         if flight is None:
             return []
@@ -400,7 +400,9 @@ class Engine:
             self._speculator.ran(plan, self._generations(plan), duration_ns)
         return self._postprocess(flight, result, is_late=is_late)
 
-    def _postprocess(self, flight: Flight, result: ForwardResult, *, is_late: bool) -> list[Output]:
+    def _postprocess(
+        self, flight: InFlightStep, result: ForwardResult, *, is_late: bool
+    ) -> list[Output]:
         """Tokens, events and ends that follow from a step. ``is_late`` as in ``_learn_of``."""
         outputs: list[Output] = []
         ended: list[TokenSequence] = []

@@ -10,7 +10,7 @@ from llm_core.scheduling import BlockTables, TokenSequence
 _LARGEST_SHARE = 4  # pins take at most one block in so many
 
 
-class Pins:
+class PinnedPrefixes:
     """The pinned sequences, computed or still to be."""
 
     def __init__(self, tables: BlockTables) -> None:

@@ -11,11 +11,11 @@ from llm_core.engine.generation import Generation
 from llm_core.messages import Speculation
 from llm_core.scheduling import COMFORT_NS, EMPTY, DraftTree, Scheduler, StepPlan, TokenSequence
 from llm_core.speculative import (
+    BatchState,
     ComputedRows,
     Controller,
     Drafter,
     DraftShape,
-    Situation,
     SpeculationCounts,
 )
 
@@ -71,7 +71,7 @@ class Speculator:
         self._listens = True  # to prompts, whatever batch they will be drafted for in
         if not streams:
             return
-        situation = Situation(len(streams), plan.num_rows, self._is_patient(plan, streams))
+        situation = BatchState(len(streams), plan.num_rows, self._is_patient(plan, streams))
         shape = None if self._drafter is None else self._controller.shape(situation)
         self._listens = self._controller.listens
         if shape is None and not any(generation.is_guided for generation in streams.values()):

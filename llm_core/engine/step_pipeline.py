@@ -31,7 +31,7 @@ _LARGEST_TOP_K = 1 << 30  # of any vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """A launched step. ``keeps`` are its rows of logits whose tokens the host chooses, where the
     model chooses the others."""
 
@@ -72,7 +72,7 @@ class StepPipeline:
         self._runner = runner
         self._tables = tables
         self._clock = clock
-        self._flight: Flight | None = None
+        self._flight: InFlightStep | None = None
         self._rows: dict[int, int] = {}  # the last step's row of logits of each sequence
         self._learnt_ns = 0
         if self._chooses:
@@ -85,7 +85,7 @@ class StepPipeline:
 
     def launch(
         self, plan: StepPlan, generations: Mapping[int, Generation], *, wants_features: bool
-    ) -> Flight | None:
+    ) -> InFlightStep | None:
         """Begins a step; returns the one before it, if it is still to be learnt of.
         ``generations`` are the replies that get logits, by sequence."""
         launched_ns = self._clock()
@@ -95,11 +95,13 @@ class StepPipeline:
         if self._chooses:
             choices = self._choices(plan, generations)
             batch = make_batch(plan, self._tables, wants_features=wants_features, choices=choices)
-            self._flight = Flight(plan, choices.keeps, launched_ns, self._runner.launch(batch))
+            self._flight = InFlightStep(
+                plan, choices.keeps, launched_ns, self._runner.launch(batch)
+            )
         else:
             batch = make_batch(plan, self._tables, wants_features=wants_features)
             made = self._runner.forward(batch)
-            self._flight = Flight(plan, (), launched_ns, _Done(made))
+            self._flight = InFlightStep(plan, (), launched_ns, _Done(made))
         return before
 
     def leave(self, kept: StepPlan) -> bool:
@@ -116,12 +118,12 @@ class StepPipeline:
                 chunk.sequence.expect()
         return True
 
-    def take(self) -> Flight | None:
+    def take(self) -> InFlightStep | None:
         """The step in flight, to be learnt of now."""
         flight, self._flight = self._flight, None
         return flight
 
-    def result(self, flight: Flight) -> tuple[ForwardResult, int]:
+    def result(self, flight: InFlightStep) -> tuple[ForwardResult, int]:
         """What a step gave, and for how many nanoseconds it kept the device, about."""
         result = flight.launched.result()
         now_ns = self._clock()

@@ -28,7 +28,7 @@ from llm_core.model.native_decoder import NativeDecoder, unsupported_reason
 from llm_core.model.parallel.group import RankGroup
 from llm_core.model.parallel.shards import ShardedWeights, shard_config
 from llm_core.model.parallel.steps import LeadModel
-from llm_core.model.torch_decoder import Decoder
+from llm_core.model.torch_decoder import TorchDecoder
 from llm_core.quant import Weight, choose_formats
 
 logger = logging.getLogger("llm_core.model.backend")
@@ -37,7 +37,7 @@ _FLOAT8_CAPABILITY = (8, 9)  # Ada: Triton converts e4m3 from there on
 
 
 class Model(Protocol):
-    """What computes a step: ``Decoder``, or another one with the same mathematics."""
+    """What computes a step: ``TorchDecoder``, or another one with the same mathematics."""
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Logits of ``batch.logit_rows``, and features if wanted; writes the rows' keys and values
@@ -112,7 +112,7 @@ def make_model(
     if library is None:
         formats = choose_formats(options.weight_format)
         kernels = select_backend(options.torch_kernels)
-        return Decoder(config, weights, formats, kernels, max_context), str(formats)
+        return TorchDecoder(config, weights, formats, kernels, max_context), str(formats)
     try:
         decoder = NativeDecoder(
             config, weights, library, num_threads=options.num_threads, max_context=max_context

@@ -104,7 +104,7 @@ def _rotations(table: torch.Tensor, segment: Segment) -> torch.Tensor:
     return table[[first + depth for depth in tree_depths(segment.parents)]]
 
 
-class Decoder:
+class TorchDecoder:
     """Weights in place, ready to run. ``weights`` is read once, entry by entry, and not kept."""
 
     def __init__(

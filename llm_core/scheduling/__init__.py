@@ -6,7 +6,7 @@ from llm_core.scheduling.draft_tree import EMPTY, DraftTree
 from llm_core.scheduling.policy import COMFORT_NS, make_policy
 from llm_core.scheduling.scheduler import Chunk, Scheduler, StepPlan
 from llm_core.scheduling.sequence import TokenSequence, common_prefix_len
-from llm_core.scheduling.token_budget import LARGEST_CHUNK, RowBudget
+from llm_core.scheduling.token_budget import LARGEST_CHUNK, TokenBudget
 
 __all__ = [
     "AttentionWindow",
@@ -18,7 +18,7 @@ __all__ = [
     "EMPTY",
     "GONE",
     "LARGEST_CHUNK",
-    "RowBudget",
+    "TokenBudget",
     "Scheduler",
     "StepPlan",
     "TokenSequence",

@@ -14,7 +14,7 @@ LARGEST_CHUNK = 512  # rows of a prompt in one step
 _LEAST_CHUNK = 16
 
 
-class RowBudget:
+class TokenBudget:
     """Sets the scheduler's budgets."""
 
     def __init__(self, scheduler: Scheduler, max_step_ms: int | None) -> None:

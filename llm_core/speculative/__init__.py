@@ -8,7 +8,7 @@ position alone).
 """
 
 from llm_core.speculative.accept import accept
-from llm_core.speculative.control.base import Controller, Situation
+from llm_core.speculative.control.base import BatchState, Controller
 from llm_core.speculative.counts import SpeculationCounts
 from llm_core.speculative.drafters.base import ComputedRows, Drafter, DraftRequest, DraftShape
 from llm_core.speculative.factory import make_controller, make_drafter, speculates
@@ -39,7 +39,7 @@ __all__ = [
     "HeadConfig",
     "HeadFile",
     "MedusaHeads",
-    "Situation",
+    "BatchState",
     "SpeculationCounts",
     "TENSORS_NAME",
     "TargetRows",

@@ -13,7 +13,7 @@ from llm_core.model import ModelRunner, NativeDecoder
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import Controller, FixedController
 from llm_core.speculative.control.calibration import measure_draft_costs, measure_row_costs
-from llm_core.speculative.control.verification_cost import DraftCost, RowCost
+from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
 from llm_core.speculative.drafters.base import Drafter, DraftShape
 from llm_core.speculative.drafters.draft_model import DraftModelDrafter
 from llm_core.speculative.drafters.eagle import EagleDrafter
@@ -104,7 +104,7 @@ def make_controller(
         return FixedController(shape)
     shape = replace(shape, siblings=_SIBLINGS)
     draft_ns = {1: 1.0} if drafter is None else measure_draft_costs(drafter, runner)
-    return AutoController(shape, RowCost(measure_row_costs(runner)), DraftCost(draft_ns))
+    return AutoController(shape, VerificationCost(measure_row_costs(runner)), DraftCost(draft_ns))
 
 
 def _eagle_head(head: HeadFile, runner: ModelRunner, opened: OpenModel) -> DraftHead:

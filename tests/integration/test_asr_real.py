@@ -12,7 +12,7 @@ import pytest
 import soxr
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from audio.asr.hallucination_filter import EndMarks
+from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.asr.recognizer import Recognizer, Transcript
 from audio.endpointing.speech_offset import find_voice_end
 from audio.errors import AudioError, AudioFormatError, ModelError, NotWantedError
@@ -208,7 +208,9 @@ def test_behind_a_whole_sentence_a_full_stop_is_expected_and_behind_half_of_it_n
     ]
     # CPUs round int8 differently: 0.36 or 0.41 against 0.80.
     assert ends[0] > 0.6 and ends[1] < 0.65 * ends[0], (half.text, ends)
-    chances = np.exp([getattr(whole.end_marks, name) for name in EndMarks.__dataclass_fields__])
+    chances = np.exp(
+        [getattr(whole.end_marks, name) for name in PunctuationLogprobs.__dataclass_fields__]
+    )
     assert 0.5 < chances.sum() <= 1.0
     nothing = recognizer.transcribe(np.zeros(16_000, np.float32))
     assert nothing.end_marks is None and nothing.end_odds is None

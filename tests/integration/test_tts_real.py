@@ -17,7 +17,7 @@ from faster_whisper import WhisperModel
 from audio.errors import AudioError, ModelError
 from audio.text.normalize.english import normalize
 from audio.tts.synthesizer import MAX_PIECE_CHARS, Synthesizer, pronounceable, split_long
-from audio.tts.vits import VoiceNet
+from audio.tts.vits import VitsSession
 
 pytestmark = pytest.mark.integration
 
@@ -178,7 +178,7 @@ def test_speech_in_pieces_is_the_speech_in_one(deterministic: Synthesizer) -> No
 def test_any_number_of_frames_at_a_time_gives_the_same_samples(
     tts_voice_path: Path, num_frames: int
 ) -> None:
-    net = VoiceNet(tts_voice_path)
+    net = VitsSession(tts_voice_path)
     ids = [1, *np.random.default_rng(0).integers(3, 60, 50).tolist(), 2]
     whole = net.open(ids, [0.0, 1.0, 0.0], None)
     expected = whole.take(whole.num_frames)

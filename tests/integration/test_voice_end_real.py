@@ -17,7 +17,7 @@ import pytest
 
 from app.clients.recording import RATE
 from app.clients.talk import CHUNK_SAMPLES, CallerAudio, load_caller_audio
-from app.conversation.input.audio_input import Listener
+from app.conversation.input.audio_input import AudioInput
 from app.conversation.input.user_turn import place_of_end
 from app.conversation.session_config import SessionConfig, TurnDetection
 from audio.endpointing.vad_endpointer import VoiceEnded
@@ -82,7 +82,7 @@ def spoken(audio: CallerAudio, phase_ms: int) -> Iterator[tuple[bytes, int]]:
 def end_by_trace_ms(audio: CallerAudio, vad: VadModel, phase_ms: int) -> float | None:
     """When the voice of a recording ends, as the server finds it packet by packet."""
     config = SessionConfig("", turn_detection=TurnDetection())
-    listener = Listener(vad, config, eager_silence_ms=96, max_buffer_s=60)
+    listener = AudioInput(vad, config, eager_silence_ms=96, max_buffer_s=60)
     found: float | None = None
     for packet, now_ns in spoken(audio, phase_ms):
         for samples in listener.decode(packet):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from llm_core.scheduling.block_tables import BlockCopy
 from llm_core.scheduling.draft_tree import DraftTree
 from llm_core.scheduling.sequence import TokenSequence
-from llm_core.speculative.control.base import FixedController, Situation
+from llm_core.speculative.control.base import BatchState, FixedController
 from llm_core.speculative.drafters.base import ComputedRows, DraftRequest, DraftShape
 from llm_core.speculative.drafters.tree_expansion import Nearness
 
@@ -26,7 +26,7 @@ class RestingController(FixedController):
         self._left = self._deaf = 0
         self._rests = True
 
-    def shape(self, situation: Situation) -> DraftShape | None:
+    def shape(self, situation: BatchState) -> DraftShape | None:
         if self._left == 0:
             self._rests = not self._rests
             self._left = self._random.randint(1, 2 * self._mean_steps)

@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from app.config import Settings
-from app.conversation.eager_admission import Load
+from app.conversation.eager_admission import EagerAdmission
 from app.conversation.events import SessionEvent
 from app.conversation.response.tools import ToolBox
 from app.conversation.services import Services
-from app.conversation.speech.asr_scheduler import Recognition
-from app.conversation.speech.tts_scheduler import Speaking
+from app.conversation.speech.asr_scheduler import AsrScheduler
+from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.query import TraceFilter, TraceQuery
 from app.observe.store import TraceStore, Turn
 from app.observe.turn_audio import TurnAudio
 from app.observe.writer import TraceWriter
-from audio.asr.hallucination_filter import EndMarks
+from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.asr.recognizer import Transcript
 from audio.asr.word_timing import WordTime
 from audio.tts.synthesizer import SpeechPiece
@@ -111,8 +111,8 @@ class EnergyVad:
         return (np.sqrt(np.mean(windows**2, axis=1)) > 0.01).astype(np.float32)
 
 
-_A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
-_NO_STOP = EndMarks(-4.0, -6.0, -6.0, -2.0, -3.0, -1.0)
+_A_STOP = PunctuationLogprobs(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
+_NO_STOP = PunctuationLogprobs(-4.0, -6.0, -6.0, -2.0, -3.0, -1.0)
 
 
 class ScriptedRecognizer:
@@ -440,14 +440,14 @@ def fake_services(
 ) -> Services:
     """Services without a model in them. Scripted transcripts are those of whole turns."""
     workers = workers or InlineExecutor(1)
-    recognition = Recognition(cast(Any, recognizer or ScriptedRecognizer()), workers)
+    recognition = AsrScheduler(cast(Any, recognizer or ScriptedRecognizer()), workers)
     known = Settings.model_validate({"partial_transcripts": False, **settings})
     metrics = Metrics()
     return Services(
         engine=cast(Any, engine),
         recognition=recognition,
-        load=Load(recognition, known.eager_max_generating),
-        speaking=Speaking(workers),
+        load=EagerAdmission(recognition, known.eager_max_generating),
+        speaking=TtsScheduler(workers),
         synthesizer=cast(Any, synthesizer or ToneSynthesizer()),
         vad=cast(Any, EnergyVad()),
         workers=workers,

@@ -11,7 +11,7 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.config import KvDtype, ModelConfig
 from llm_core.model.kv_cache import KvCache
 from llm_core.model.native_decoder import NativeDecoder
-from llm_core.model.torch_decoder import Decoder
+from llm_core.model.torch_decoder import TorchDecoder
 from llm_core.quant.formats import Weight
 from llm_core.quant.grouped import quantize_grouped
 from llm_core.quant.linear import FormatChoice, Linear
@@ -62,7 +62,9 @@ class Pair:
                 grouped[name] = weight
         self.config = config
         formats = FormatChoice("float32", "float32")
-        self.torch = Decoder(config, floats, formats, select_backend("cpu"), config.context_len)
+        self.torch = TorchDecoder(
+            config, floats, formats, select_backend("cpu"), config.context_len
+        )
         self.native = NativeDecoder(
             config, grouped, library, num_threads=num_threads, max_context=config.context_len
         )

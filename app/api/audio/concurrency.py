@@ -11,7 +11,7 @@ from app.errors import UnavailableError
 _RETRY_AFTER_S = 2.0
 
 
-class AudioPlaces:
+class ConcurrencyLimiter:
     """``max_places`` in all; an owner may have half of them, so that nobody takes all."""
 
     def __init__(self, max_places: int) -> None:

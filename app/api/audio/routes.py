@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from app.access import peer_of
-from app.api.audio.concurrency import AudioPlaces
+from app.api.audio.concurrency import ConcurrencyLimiter
 from app.api.audio.speech import SpeechAnswer
 from app.api.audio.speech_request import parse_speech
 from app.api.audio.transcription_request import parse_transcription
@@ -32,7 +32,7 @@ def audio_router(services: Services) -> APIRouter:
     when all places are taken; answers that have begun are finished."""
     settings, metrics = services.settings, services.metrics
     names = Names.of(settings, services.recognition.languages)
-    places = AudioPlaces(settings.max_audio_requests)
+    places = ConcurrencyLimiter(settings.max_audio_requests)
     max_file_bytes = int(settings.max_file_mb * 1024 * 1024)
     transcribed, spoken = TranscriptionAnswer.Done(), SpeechAnswer.Done()
     metrics.gauge("audio_requests", "Files and texts that are worked on.", partial(len, places))

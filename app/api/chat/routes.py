@@ -21,7 +21,7 @@ from app.api.http.cancel_on_disconnect import Answer
 from app.api.http.errors import error_body, error_response
 from app.api.http.sse import sse_event, sse_start
 from app.api.models import check_model
-from app.routing import TalkEngine
+from app.routing import LlmEngine
 from llm_core import (
     FirstToken,
     GenerationDone,
@@ -38,7 +38,7 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 _PRIORITY = -1
 
 
-def chat_router(engine: TalkEngine, defaults: ChatDefaults) -> APIRouter:
+def chat_router(engine: LlmEngine, defaults: ChatDefaults) -> APIRouter:
     """The route. ``defaults`` hold for requests that name no temperature. Raises (to the app's
     handlers) ClientError for a bad request, and UnavailableError while the server ends; answers
     that have begun are finished."""
@@ -60,7 +60,7 @@ class _Answer(Answer):
     """Runs the request and sends what it brings. Status and headers wait for the first event, so
     that an error before it has its own status."""
 
-    def __init__(self, engine: TalkEngine, chat: Chat) -> None:
+    def __init__(self, engine: LlmEngine, chat: Chat) -> None:
         super().__init__()
         self._engine = engine
         self._chat = chat

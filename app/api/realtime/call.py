@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from app.access import Pacer
+from app.access import RateLimiter
 from app.api.realtime.connection import MakeSession, RealtimeConnection
 from app.api.realtime.server_events import server_event
 from app.api.realtime.session_params import SessionParams
@@ -49,7 +49,7 @@ class CallConnection(RealtimeConnection):
         *,
         opening: dict[str, Any] | None = None,
         make_session: MakeSession = Session,
-        pace: Pacer | None = None,
+        pace: RateLimiter | None = None,
         is_beta: bool = False,
     ) -> None:
         super().__init__(

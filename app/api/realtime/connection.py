@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from app.access import Pacer
+from app.access import RateLimiter
 from app.api.model_names import Names, check_voice, model_not_found
 from app.api.realtime import client_events as ev
 from app.api.realtime.server_events import (
@@ -33,8 +33,8 @@ from app.api.realtime.session_params import SessionParams, SessionState, to_conf
 from app.api.realtime.tools import check_tools, tools_of
 from app.api.validation import checked
 from app.conversation import (
-    Conversation,
     Item,
+    OutOfBandResponses,
     OutputAudio,
     Part,
     ResponseRequest,
@@ -42,9 +42,9 @@ from app.conversation import (
     Session,
     SessionConfig,
     SessionEvent,
-    SideResponses,
     Sink,
     ToolCall,
+    ToolContext,
     ToolOutput,
     new_id,
 )
@@ -80,7 +80,7 @@ class RealtimeConnection:
         make_session: MakeSession = Session,
         opening: dict[str, Any] | None = None,
         audio_out: AudioOut | None = None,
-        pace: Pacer | None = None,
+        pace: RateLimiter | None = None,
         is_beta: bool = False,
     ) -> None:
         self._pace = pace
@@ -90,10 +90,10 @@ class RealtimeConnection:
         self._opening = opening or {}
         self._audio_out = audio_out
         self._session: Session | None = None
-        self._side: SideResponses | None = None
+        self._side: OutOfBandResponses | None = None
         # Events come from several clients, and audio beside them; the session takes one at a time.
         self._turnstile = asyncio.Lock()
-        self._conversation = services.tools.conversation or Conversation()
+        self._conversation = services.tools.conversation or ToolContext()
         self._services = replace(services, tools=services.tools.of(self._conversation))
         self._names = Names.of(services.settings, services.recognition.languages)
         server_tools = services.tools.names
@@ -125,7 +125,7 @@ class RealtimeConnection:
         self._expires_at_s = int(time.time() + self._services.settings.max_session_s)
         await self._send(server_event("session.created", session=self._session_object(session)))
         self._session = session
-        self._side = side = SideResponses(self._services, self._sink, session.id)
+        self._side = side = OutOfBandResponses(self._services, self._sink, session.id)
         try:
             await self._watch_and_serve(session)
         except ExceptionGroup as errors:

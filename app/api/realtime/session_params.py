@@ -124,7 +124,7 @@ class NoiseReductionParams(WireModel):
     type: NoiseReduction
 
 
-class AudioInput(WireModel):
+class AudioInputParams(WireModel):
     """``session.audio.input``."""
 
     format: Annotated[Format, null_is(Format(type="audio/pcm"))] = Format(type="audio/pcm")
@@ -133,7 +133,7 @@ class AudioInput(WireModel):
     turn_detection: TurnDetectionParams | None = None
 
 
-class AudioOutput(WireModel):
+class AudioOutputParams(WireModel):
     """``session.audio.output``."""
 
     format: Annotated[Format, null_is(Format(type="audio/pcm"))] = Format(type="audio/pcm")
@@ -144,8 +144,8 @@ class AudioOutput(WireModel):
 class AudioParams(WireModel):
     """``session.audio``."""
 
-    input: AudioInput = AudioInput()
-    output: AudioOutput = AudioOutput()
+    input: AudioInputParams = AudioInputParams()
+    output: AudioOutputParams = AudioOutputParams()
 
 
 class ParleyParams(WireModel):
@@ -257,7 +257,7 @@ class SessionState:
             model=model,
             instructions=settings.instructions,
             audio=AudioParams(
-                input=AudioInput(
+                input=AudioInputParams(
                     transcription=Transcription(model=names.transcriber),
                     turn_detection=TurnDetectionParams(
                         type=settings.turn_detection,
@@ -266,7 +266,7 @@ class SessionState:
                         silence_duration_ms=settings.vad_silence_ms,
                     ),
                 ),
-                output=AudioOutput(voice=names.voice),
+                output=AudioOutputParams(voice=names.voice),
             ),
         )
         self.params = self._defaults

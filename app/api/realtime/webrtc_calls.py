@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from app.access import Connections, Gatekeeper, Grant, RateLimits, peer_of
+from app.access import Authenticator, Connections, Principal, RateLimits, peer_of
 from app.api.http.body import read_body
 from app.api.http.errors import error_response
 from app.api.http.multipart import form_fields
@@ -56,7 +56,7 @@ class HttpError(ClientError):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallContext:
     """What calls need of the server around them."""
 
     services: Services
@@ -69,7 +69,7 @@ class Surroundings:
 class Calls:
     """The running calls of a server, by id."""
 
-    def __init__(self, gateway: Gateway, around: Surroundings) -> None:
+    def __init__(self, gateway: Gateway, around: CallContext) -> None:
         self._gateway = gateway
         self._around = around
         self._calls: dict[str, tuple[str, Call]] = {}  # with the owner
@@ -83,7 +83,7 @@ class Calls:
         sdp: str,
         model: str,
         opening: dict[str, Any],
-        grant: Grant,
+        grant: Principal,
         peer: str,
         is_beta: bool,
     ) -> tuple[str, str]:
@@ -157,11 +157,11 @@ async def _connected(call: Call, offer: Offer) -> str:
         raise UnavailableError(message, retry_after_s=_RETRY_AFTER_S) from error
 
 
-def add_calls(app: FastAPI, around: Surroundings, gatekeeper: Gatekeeper) -> None:
+def add_calls(app: FastAPI, around: CallContext, gatekeeper: Authenticator) -> None:
     """Add the routes. Where the extra ``webrtc`` is not installed they say so (501)."""
     calls = Calls(Gateway(around.services.settings), around) if HAS_WEBRTC else None
 
-    def ready(request: Request) -> tuple[Calls, Grant]:
+    def ready(request: Request) -> tuple[Calls, Principal]:
         grant = gatekeeper.check_caller(request.headers)
         if calls is None:
             raise HttpError(
@@ -186,7 +186,9 @@ def add_calls(app: FastAPI, around: Surroundings, gatekeeper: Gatekeeper) -> Non
         return Response(status_code=200)
 
 
-async def _answered(request: Request, ready: Callable[[Request], tuple[Calls, Grant]]) -> Response:
+async def _answered(
+    request: Request, ready: Callable[[Request], tuple[Calls, Principal]]
+) -> Response:
     try:
         calls, grant = ready(request)
         sdp, session = await _read(request)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from starlette.datastructures import Headers
 
-from app.access import AuthenticationError, Gatekeeper
+from app.access import AuthenticationError, Authenticator
 from app.config import Settings
 from app.errors import ClientError
 from app.transports.telephony import Started
@@ -119,7 +119,7 @@ def _digest(token: str) -> bytes:
 class PhoneGuard:
     """Checks a stream before anything is done for it."""
 
-    def __init__(self, settings: Settings, gatekeeper: Gatekeeper) -> None:
+    def __init__(self, settings: Settings, gatekeeper: Authenticator) -> None:
         self.tokens = CallTokens()
         self._settings = settings
         self._gatekeeper = gatekeeper

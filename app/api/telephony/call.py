@@ -17,7 +17,6 @@ from app.api.model_names import OWN_NAME
 from app.api.realtime.call import CallConnection
 from app.api.realtime.connection import MakeSession
 from app.conversation import (
-    Conversation,
     DtmfReceived,
     Item,
     Part,
@@ -26,6 +25,7 @@ from app.conversation import (
     SessionEvent,
     SpeechStarted,
     Tasks,
+    ToolContext,
     TranscriptionCompleted,
     new_id,
     tool,
@@ -77,7 +77,7 @@ class PhoneCall(CallConnection):
         services: Services,
         greeting: Greeting,
         *,
-        conversation: Conversation,
+        conversation: ToolContext,
         make_session: MakeSession = Session,
     ) -> None:
         services = replace(services, tools=services.tools.of(conversation))

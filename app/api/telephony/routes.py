@@ -19,7 +19,7 @@ from xml.sax.saxutils import quoteattr
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import Response
 
-from app.access import Gatekeeper, RateLimits
+from app.access import Authenticator, RateLimits
 from app.api.http.body import read_body
 from app.api.http.errors import error_response
 from app.api.realtime.call_registry import CallsRegistry
@@ -27,7 +27,7 @@ from app.api.realtime.connection import MakeSession
 from app.api.telephony.auth import PhoneGuard, check_twilio, tokens_in
 from app.api.telephony.call import Greeting, PhoneCall
 from app.config import Settings
-from app.conversation import Conversation, Services
+from app.conversation import Services, ToolContext
 from app.errors import ClientError, ConfigError, ParleyError, UnavailableError
 from app.transports.base import ChannelClosed, EventChannel
 from app.transports.telephony import (
@@ -67,14 +67,14 @@ class Admission(Protocol):
     ) -> AbstractContextManager[None]: ...
 
 
-class PhoneDesk:
+class PhoneService:
     """Takes the calls of a server."""
 
     def __init__(
         self,
         services: Services,
         connections: Admission,
-        gatekeeper: Gatekeeper,
+        gatekeeper: Authenticator,
         registry: CallsRegistry,
         limits: RateLimits,
         make_session: MakeSession,
@@ -156,7 +156,7 @@ class PhoneDesk:
         told = {name: value for name, value in started.parameters.items() if name != "token"}
         call = PhoneCall(
             *(line, self._services, self._greeting),
-            conversation=Conversation(call_id=call_id, parameters=told),
+            conversation=ToolContext(call_id=call_id, parameters=told),
             make_session=self._make_session,
         )
         counted.enter_context(self._connections.entered(line, lambda: call.is_busy))
@@ -180,7 +180,7 @@ async def meet_audiosocket(wire: Wire) -> tuple[PhoneProtocol, Started]:
     return AudioSocket.begin(message)
 
 
-def add_phone(app: FastAPI, desk: PhoneDesk, settings: Settings) -> None:
+def add_phone(app: FastAPI, desk: PhoneService, settings: Settings) -> None:
     """Add the routes. Raises ConfigError when PARLEY_PHONE_PUBLIC_URL is not an address."""
     public_url = _checked_url(settings.phone_public_url)
 
@@ -238,7 +238,7 @@ def twiml(stream_url: str, parameters: Mapping[str, str]) -> str:
 
 
 @asynccontextmanager
-async def audiosocket(desk: PhoneDesk, settings: Settings) -> AsyncIterator[int | None]:
+async def audiosocket(desk: PhoneService, settings: Settings) -> AsyncIterator[int | None]:
     """Take AudioSocket calls during the block, if a port is set; gives the port.
 
     Raises ConfigError when the address cannot be had.

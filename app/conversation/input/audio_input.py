@@ -39,7 +39,7 @@ _CAUGHT_UP_WITHIN_NS = 1_000_000_000
 _CAUGHT_UP_NS = 20_000_000
 
 
-class Listener:
+class AudioInput:
     """Audio in, voice events out.
 
     Without turn detection the VAD still runs, because a trace needs to know when the voice ended,

@@ -14,7 +14,7 @@ from contextlib import aclosing
 
 from app.conversation.services import Services
 from app.conversation.session_config import TurnDetection
-from app.routing import TalkEngine
+from app.routing import LlmEngine
 from audio.asr import Transcript
 from audio.endpointing import Prosody, TurnModel, find_voice_end, measure_end, semantic
 from audio.errors import ModelError
@@ -93,7 +93,7 @@ def _prosody(
 
 
 async def end_of_turn_logprob(
-    engine: TalkEngine, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
+    engine: LlmEngine, messages: list[ChatMessage], timeout_s: float = _TIMEOUT_S
 ) -> float | None:
     """Natural log-probability that the last message ends after its last word.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from app.conversation.history import History
-from app.conversation.input.user_turn import HeardTurn
-from app.conversation.response.pipeline import Turn
+from app.conversation.input.user_turn import CommittedTurn
+from app.conversation.response.pipeline import ResponsePipeline
 
 
-def withdrawable(history: History, heard: HeardTurn | None, answer: Turn | None) -> list[str]:
+def withdrawable(
+    history: History, heard: CommittedTurn | None, answer: ResponsePipeline | None
+) -> list[str]:
     """Ids of the items that vanish if ``heard``, the turn that ended last, goes on after all: it
     and what ``answer`` has said to it.
 

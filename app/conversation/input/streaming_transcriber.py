@@ -16,7 +16,7 @@ import asyncio
 from dataclasses import dataclass
 
 from app.clock import Clock
-from app.conversation.speech.asr_scheduler import BusyRecognizerError, Job, Recognition, Urgency
+from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError, Job, Urgency
 from audio.asr import Agreement, Transcript
 from audio.endpointing import find_dip, find_voice_end
 from audio.frame import SPEECH_RATE, Samples
@@ -38,20 +38,20 @@ _DIP_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class FinalTranscript:
     """A transcript and the instant at which it was there."""
 
     transcript: Transcript
     at_ns: int
 
 
-class Transcriber:
+class StreamingTranscriber:
     """Transcripts of one caller; the recogniser is shared."""
 
-    def __init__(self, recognition: Recognition, clock: Clock) -> None:
+    def __init__(self, recognition: AsrScheduler, clock: Clock) -> None:
         self._recognition = recognition
         self._clock = clock
-        self._early: asyncio.Task[Settled] | None = None
+        self._early: asyncio.Task[FinalTranscript] | None = None
         self._early_job: Job[Transcript] | None = None
         self._early_end: int | None = None
         self._partial: asyncio.Task[None] | None = None
@@ -164,7 +164,7 @@ class Transcriber:
 
     def try_early(
         self, samples: Samples, last_voiced_sample: int, voiced_len: int
-    ) -> asyncio.Task[Settled]:
+    ) -> asyncio.Task[FinalTranscript]:
         """Start transcribing a turn that may be over. The task is cancelled if it is not.
 
         ``samples``: the turn, of which the VAD calls the first ``voiced_len`` voice. A look that
@@ -207,7 +207,9 @@ class Transcriber:
         """Whether the early transcript will do for a turn whose voice ended there."""
         return self._early is not None and self._early_end == last_voiced_sample
 
-    def settle(self, samples: Samples, last_voiced_sample: int | None) -> asyncio.Task[Settled]:
+    def settle(
+        self, samples: Samples, last_voiced_sample: int | None
+    ) -> asyncio.Task[FinalTranscript]:
         """The turn's transcript, in the making. The early one serves if no voice came after it.
 
         The task raises RecognitionError.
@@ -224,7 +226,7 @@ class Transcriber:
         self.drop()
         return asyncio.create_task(self.transcribe(samples))
 
-    async def transcribe(self, samples: Samples) -> Settled:
+    async def transcribe(self, samples: Samples) -> FinalTranscript:
         """Transcribe ``samples`` float32 [n] at 16 kHz now. Raises RecognitionError."""
         return await self._settled(self._submit(samples, Urgency.FINAL))
 
@@ -242,5 +244,5 @@ class Transcriber:
             keeps_sound=self.keeps_sound,
         )
 
-    async def _settled(self, job: Job[Transcript]) -> Settled:
-        return Settled(await job.result, self._clock.now_ns())
+    async def _settled(self, job: Job[Transcript]) -> FinalTranscript:
+        return FinalTranscript(await job.result, self._clock.now_ns())

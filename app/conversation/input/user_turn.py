@@ -22,10 +22,10 @@ from app.conversation.events import (
     TranscriptionDelta,
 )
 from app.conversation.ids import new_id
-from app.conversation.input.audio_input import RATE, Listener
+from app.conversation.input.audio_input import RATE, AudioInput
 from app.conversation.input.endpointing import silence_ms
-from app.conversation.input.streaming_transcriber import Settled, Transcriber
-from app.conversation.response.pipeline import Turn
+from app.conversation.input.streaming_transcriber import FinalTranscript, StreamingTranscriber
+from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.errors import ClientError, RecognitionError
@@ -45,7 +45,7 @@ _WORDS_TO_READ = 3
 
 
 @dataclass(frozen=True, slots=True)
-class HeardTurn:
+class CommittedTurn:
     """A turn that is over. ``settling`` gives its words, of which ``told`` are told already.
 
     ``samples`` float32 [n] lie at ``start_sample`` of the session's audio; the transcript is of
@@ -55,7 +55,7 @@ class HeardTurn:
 
     item: Item
     trace: TurnTrace
-    settling: asyncio.Task[Settled]
+    settling: asyncio.Task[FinalTranscript]
     told: str
     start_sample: int
     samples: Samples
@@ -94,11 +94,11 @@ class HeardTurn:
         return events
 
 
-class Hearing:
+class UserTurn:
     """The caller's side of one conversation."""
 
     def __init__(self, services: Services, config: SessionConfig, clock: Clock) -> None:
-        self.listener = Listener(
+        self.listener = AudioInput(
             services.vad,
             config,
             eager_silence_ms=services.settings.eager_silence_ms,
@@ -111,12 +111,12 @@ class Hearing:
         self._services = services
         self._config = config
         self._clock = clock
-        self._transcriber = Transcriber(services.recognition, clock)
+        self._transcriber = StreamingTranscriber(services.recognition, clock)
         self._told = ""
         self._num_read_words = 0
         self._is_told_apart = False
-        self._last: HeardTurn | None = None
-        self._rejoined: HeardTurn | None = None  # what the turn at hand goes on with
+        self._last: CommittedTurn | None = None
+        self._rejoined: CommittedTurn | None = None  # what the turn at hand goes on with
         self.follow(config)
 
     # --- settings ---
@@ -143,7 +143,7 @@ class Hearing:
         return self.start_sample * 1000 // RATE
 
     @property
-    def last(self) -> HeardTurn | None:
+    def last(self) -> CommittedTurn | None:
         """The turn that ended last, while it can be gone on with."""
         return self._last
 
@@ -185,7 +185,7 @@ class Hearing:
         self._told += new
         return new
 
-    def means_to_stop(self, answer: Turn | None, words: str | None = None) -> bool:
+    def means_to_stop(self, answer: ResponsePipeline | None, words: str | None = None) -> bool:
         """Whether ``words`` (None: those taken so far) are meant to stop ``answer``."""
         reply = answer.text if answer is not None else ""
         return means_to_stop(self._told if words is None else words, reply)
@@ -211,7 +211,7 @@ class Hearing:
 
     # --- it may be over ---
 
-    def try_words(self, last_voiced_sample: int) -> asyncio.Task[Settled]:
+    def try_words(self, last_voiced_sample: int) -> asyncio.Task[FinalTranscript]:
         """The words of a turn that may be over since ``last_voiced_sample``, in the making."""
         samples = self._audio()
         voiced_len = last_voiced_sample - self.start_sample
@@ -244,7 +244,7 @@ class Hearing:
 
     # --- it is over ---
 
-    def take(self, heard_end: VoiceEnded | None, session_id: str) -> HeardTurn:
+    def take(self, heard_end: VoiceEnded | None, session_id: str) -> CommittedTurn:
         """The turn at hand becomes an item; the next one begins. ``heard_end`` None: by hand."""
         now_ns = self._clock.now_ns()
         listener, rejoined = self.listener, self._rejoined
@@ -266,7 +266,7 @@ class Hearing:
         if num_rejoined:
             trace.facts["rejoined"] = num_rejoined
         item = Item(self.item_id, "user", [part])
-        heard = HeardTurn(
+        heard = CommittedTurn(
             item,
             trace,
             settling,
@@ -344,7 +344,7 @@ class VoicePlace:
 
 
 def place_of_end(
-    listener: Listener, samples: Samples, start_sample: int, last_voiced_sample: int | None
+    listener: AudioInput, samples: Samples, start_sample: int, last_voiced_sample: int | None
 ) -> VoicePlace:
     """Where the voice in ``samples``, float32 [n] of the listener from ``start_sample`` on, ended;
     the VAD says ``last_voiced_sample``, None: nothing."""

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from app.clock import Clock
 from app.conversation.events import Sink, SpokenWord, TranscriptWords, TranscriptWordsFailed
 from app.conversation.input.audio_input import RATE
-from app.conversation.input.user_turn import HeardTurn
-from app.conversation.response.pipeline import Turn
-from app.conversation.speech.asr_scheduler import Recognition
+from app.conversation.input.user_turn import CommittedTurn
+from app.conversation.response.pipeline import ResponsePipeline
+from app.conversation.speech.asr_scheduler import AsrScheduler
 from app.conversation.tasks import Tasks
 from app.errors import RecognitionError
 from audio.asr import WordTime
@@ -31,7 +31,7 @@ _RECORD_WAITS_S = 0.25
 class WordTimes:
     """Of one conversation."""
 
-    def __init__(self, recognition: Recognition, sink: Sink, clock: Clock, tasks: Tasks) -> None:
+    def __init__(self, recognition: AsrScheduler, sink: Sink, clock: Clock, tasks: Tasks) -> None:
         self._recognition = recognition
         self._sink = sink
         self._clock = clock
@@ -39,7 +39,7 @@ class WordTimes:
         self._due: dict[str, asyncio.Task[None]] = {}  # by the items' ids
         self._withdrawn: set[str] = set()
 
-    def begin(self, heard: HeardTurn, answer: asyncio.Future[Turn | None]) -> None:
+    def begin(self, heard: CommittedTurn, answer: asyncio.Future[ResponsePipeline | None]) -> None:
         """Tell client and trace when the words of ``heard``, which are settled, were said; once
         ``answer`` is known and sounds, if there is one."""
         item_id = heard.item.id
@@ -67,7 +67,9 @@ class WordTimes:
                 limit.cancel()
                 told.cancel()
 
-    async def _tell(self, heard: HeardTurn, answer: asyncio.Future[Turn | None]) -> None:
+    async def _tell(
+        self, heard: CommittedTurn, answer: asyncio.Future[ResponsePipeline | None]
+    ) -> None:
         if (turn := await answer) is not None:
             await turn.until_begun()
         try:
@@ -80,7 +82,7 @@ class WordTimes:
         heard.trace.words += map(asdict, words)
         await self._sink(TranscriptWords(heard.item.id, words))
 
-    async def _located(self, heard: HeardTurn) -> tuple[WordTime, ...]:
+    async def _located(self, heard: CommittedTurn) -> tuple[WordTime, ...]:
         job = self._recognition.locate(heard.settling.result().transcript)
         try:
             return await job.result
@@ -97,7 +99,7 @@ async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
 
 
-def placed(found: Iterable[WordTime], heard: HeardTurn) -> tuple[SpokenWord, ...]:
+def placed(found: Iterable[WordTime], heard: CommittedTurn) -> tuple[SpokenWord, ...]:
     """Milliseconds of the session's input audio, inside the turn."""
     first_ms, last_ms = (
         sample * 1000 // RATE for sample in (heard.start_sample, heard.voice_end_sample)

@@ -12,23 +12,23 @@ from collections.abc import Coroutine
 from typing import Any
 
 from app.conversation.response.llm_stream import length_options
-from app.conversation.response.pipeline import Turn
+from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.session_config import SessionConfig
 from app.errors import RecognitionError
-from app.routing import TalkEngine
+from app.routing import LlmEngine
 from llm_core import ChatMessage, LlmError
 
 log = logging.getLogger(__name__)
 
 
-class Ahead:
+class EagerGeneration:
     """One caller's work in advance."""
 
     def __init__(self) -> None:
         self._work: asyncio.Task[None] | None = None
         self._can_wait = False  # the work
         self._replaced: set[asyncio.Task[None]] = set()  # cancelled, and not over yet
-        self._answer: Turn | None = None
+        self._answer: ResponsePipeline | None = None
         self._wasted_answers = 0
         self._wasted_tokens = 0
 
@@ -61,13 +61,15 @@ class Ahead:
         if self._can_wait and self._work is not None:
             self._work.cancel()
 
-    async def hold(self, answer: Turn) -> None:
+    async def hold(self, answer: ResponsePipeline) -> None:
         """Begin an answer that may be wanted soon, in place of the one that is held now."""
         await self.discard()
         self._answer = answer
         answer.start()
 
-    async def take(self, config: SessionConfig, messages: list[ChatMessage]) -> Turn | None:
+    async def take(
+        self, config: SessionConfig, messages: list[ChatMessage]
+    ) -> ResponsePipeline | None:
         """The held answer, if it answers just these messages under this configuration.
 
         Any other is discarded.
@@ -109,7 +111,7 @@ class Ahead:
         return facts
 
 
-async def warm(engine: TalkEngine, config: SessionConfig, messages: list[ChatMessage]) -> None:
+async def warm(engine: LlmEngine, config: SessionConfig, messages: list[ChatMessage]) -> None:
     """Let the model read ``messages``, so that an answer to them begins sooner."""
     try:
         await engine.prefill(messages, **length_options(config))

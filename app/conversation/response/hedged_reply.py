@@ -17,7 +17,7 @@ from typing import Any, Self
 from app.clock import Clock
 from app.conversation.response.budget import TurnBudget
 from app.observe import BudgetAction
-from app.routing import TalkEngine, TalkReply, model_id, served_facts
+from app.routing import LlmEngine, LlmReply, model_id, served_facts
 from llm_core import ChatMessage, GenerationEvent, LlmError, OptionFields, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 _AHEAD_NS = 50_000_000
 
 
-class HurriedReply:
-    """A ``TalkReply`` of ``first``, or of ``small`` where that begins sooner and there is hurry."""
+class HedgedReply:
+    """A ``LlmReply`` of ``first``, or of ``small`` where that begins sooner and there is hurry."""
 
     def __init__(
         self,
-        first: TalkEngine,
-        small: TalkEngine,
+        first: LlmEngine,
+        small: LlmEngine,
         clock: Clock,
         budget: TurnBudget,
         messages: Sequence[ChatMessage],
@@ -48,9 +48,9 @@ class HurriedReply:
         self._params = params
         self._options = options
         self._moved = asyncio.Event()  # the deadline
-        self._main: TalkReply | None = None
-        self._other: TalkReply | None = None  # the smaller engine's
-        self._chosen: TalkReply | None = None
+        self._main: LlmReply | None = None
+        self._other: LlmReply | None = None  # the smaller engine's
+        self._chosen: LlmReply | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._action: BudgetAction | None = None
         self._began_ns = 0  # the smaller engine's answer
@@ -68,7 +68,7 @@ class HurriedReply:
         return served_facts(self._main)
 
     def set_deadline(self, deadline_ns: int | None) -> None:
-        """See ``TalkReply``."""
+        """See ``LlmReply``."""
         self._options["deadline_ns"] = deadline_ns
         self._moved.set()
         for reply in (self._main, self._other) if self._chosen is None else (self._chosen,):
@@ -182,6 +182,6 @@ class HurriedReply:
             await self._close(reply)
 
     @staticmethod
-    async def _close(reply: TalkReply | None) -> None:
+    async def _close(reply: LlmReply | None) -> None:
         if reply is not None:
             await reply.__aexit__(None, None, None)

@@ -12,12 +12,12 @@ from typing import Self
 
 from app.clock import Clock
 from app.conversation.response.budget import TurnBudget
-from app.conversation.response.hedged_reply import HurriedReply
+from app.conversation.response.hedged_reply import HedgedReply
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.errors import GenerationError
 from app.observe import TurnTrace
-from app.routing import TalkReply, asked_facts, served_facts
+from app.routing import LlmReply, asked_facts, served_facts
 from llm_core import (
     ChatMessage,
     FirstToken,
@@ -48,7 +48,7 @@ def oldest_of(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
     return messages[first : first + count]
 
 
-class Asking:
+class LlmStream:
     """The model's replies of one answer, one after another."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Asking:
         self._prefilled = prefilled
         self._deadline_ns: int | None = None
         self._is_awaited = False
-        self._reply: TalkReply | None = None
-        self._hurried: HurriedReply | None = None
+        self._reply: LlmReply | None = None
+        self._hurried: HedgedReply | None = None
         self._has_read = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -143,13 +143,13 @@ class Asking:
 
     async def _open(
         self, messages: list[ChatMessage], params: SamplingParams, options: OptionFields
-    ) -> TalkReply:
+    ) -> LlmReply:
         engine, small = self._services.engine, self._services.small_engine
         # Behind the first words the caller hears the first engine; and calls of tools are its own.
         is_first = "llm_first_token" not in self._trace.instants
         if small is None or not is_first or params.guide is not None or not self._budget.hurries:
             return await engine.open_reply(messages, params, **options)
-        self._hurried = HurriedReply(
+        self._hurried = HedgedReply(
             engine, small, self._clock, self._budget, messages, params, options
         )
         await self._hurried.open()

@@ -14,15 +14,15 @@ from app.clock import Clock
 from app.conversation.context_compaction import tend
 from app.conversation.events import PlaybackCut, ResponseDone, Sink, TurnTraced
 from app.conversation.history import History
-from app.conversation.input.user_turn import Hearing
+from app.conversation.input.user_turn import UserTurn
 from app.conversation.input.word_timestamps import WordTimes
-from app.conversation.response.eager import Ahead
-from app.conversation.response.pipeline import Turn
+from app.conversation.response.eager import EagerGeneration
+from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.response.spec import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
-from app.conversation.turn_taking import Action, AudioStarted, Dialog, ResponseFinished
+from app.conversation.turn_taking import Action, AudioStarted, ResponseFinished, TurnTaking
 from app.logging_setup import turn_fields, turn_id
 from app.observe import TurnTrace
 from llm_core import ChatMessage
@@ -30,7 +30,7 @@ from llm_core import ChatMessage
 log = logging.getLogger(__name__)
 
 
-class Responses:
+class ResponseManager:
     """Starts them, silences them, and tells how they ended."""
 
     def __init__(
@@ -43,16 +43,16 @@ class Responses:
         tasks: Tasks,
         *,
         history: History,
-        hearing: Hearing,
-        ahead: Ahead,
-        dialog: Dialog,
+        hearing: UserTurn,
+        ahead: EagerGeneration,
+        dialog: TurnTaking,
         word_times: WordTimes,
         perform: Callable[[list[Action]], Awaitable[None]],
     ) -> None:
         """``dialog`` hears of what becomes of a response; ``perform`` does what it says to that,
         once nothing else happens on the floor."""
-        self.running: Turn | None = None
-        self.last: Turn | None = None
+        self.running: ResponsePipeline | None = None
+        self.last: ResponsePipeline | None = None
         """The one that began last: the running one, if there is one."""
         self._session_id = session_id
         self._services = services
@@ -83,13 +83,15 @@ class Responses:
         """What the model would answer now."""
         return ResponseRequest().messages(self._history, self._config, self._services.tools)
 
-    def make(self, request: ResponseRequest, messages: list[ChatMessage] | None = None) -> Turn:
+    def make(
+        self, request: ResponseRequest, messages: list[ChatMessage] | None = None
+    ) -> ResponsePipeline:
         """A response that is not begun. ``messages`` None: as ``request`` has them."""
         asked = request.asked(
             *(self._history, self._config, self._services.tools, self._session_id),
             messages=messages,
         )
-        return Turn(
+        return ResponsePipeline(
             *(self._services, self._clock, self._sink, self._history, asked),
             prefilled=self._ahead.work,
         )
@@ -118,7 +120,7 @@ class Responses:
         self.running = self.last = turn
         self._task = self._tasks.start(self._run(turn))
 
-    async def _run(self, turn: Turn) -> None:
+    async def _run(self, turn: ResponsePipeline) -> None:
         turn_id.set(turn.trace.turn_id)
         try:
             await turn.run()
@@ -144,7 +146,7 @@ class Responses:
         if actions:  # else whoever stopped this turn holds the floor and waits for us
             await self._perform(actions)
 
-    def _on_audio_started(self, turn: Turn) -> None:
+    def _on_audio_started(self, turn: ResponsePipeline) -> None:
         if self.running is turn:
             self._dialog.feed(AudioStarted())
 

@@ -7,7 +7,7 @@ import numpy as np
 from app.clock import Clock
 from app.conversation.events import Response, ResponseUsage
 from app.conversation.response.output import Output
-from app.conversation.response.tool_executor import Calling
+from app.conversation.response.tool_executor import ToolExecutor
 from app.errors import TurnTimeoutError
 from app.observe import LoopLag, TurnOutcome, TurnTrace
 from audio.frame import Samples
@@ -70,7 +70,7 @@ class TurnRecord:
         if event.finish_reason == "length":
             self._response.reason = "max_output_tokens"
 
-    def note_calls(self, calling: Calling) -> None:
+    def note_calls(self, calling: ToolExecutor) -> None:
         """The calls in a reply have been answered, or are the client's."""
         facts = self._trace.facts
         facts["tool_calls"] = facts.get("tool_calls", 0) + len(calling.calls)

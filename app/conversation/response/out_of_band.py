@@ -9,7 +9,7 @@ from __future__ import annotations
 from app.clock import MonotonicClock
 from app.conversation.events import ResponseDone, Sink
 from app.conversation.history import History
-from app.conversation.response.pipeline import Turn
+from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.response.spec import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
@@ -19,7 +19,7 @@ from app.errors import ClientError
 MAX_RUNNING = 4
 
 
-class SideResponses:
+class OutOfBandResponses:
     """Those of one session."""
 
     def __init__(self, services: Services, sink: Sink, session_id: str) -> None:
@@ -27,7 +27,7 @@ class SideResponses:
         self._sink = sink
         self._session_id = session_id
         self._clock = MonotonicClock()
-        self._running: dict[str, Turn] = {}  # by the ids of their responses
+        self._running: dict[str, ResponsePipeline] = {}  # by the ids of their responses
         self._tasks = Tasks(session_id)  # those whose end is being told among them
 
     def __len__(self) -> int:
@@ -47,7 +47,9 @@ class SideResponses:
             history, config, self._services.tools, self._session_id, in_conversation=False
         )
         asked.trace.begin_typed(self._clock.now_ns())
-        turn = Turn(self._services, self._clock, self._sink, History(), asked, prefilled=None)
+        turn = ResponsePipeline(
+            self._services, self._clock, self._sink, History(), asked, prefilled=None
+        )
         self._running[turn.response.id] = turn
         self._tasks.start(self._run(turn))
 
@@ -66,7 +68,7 @@ class SideResponses:
             if turn.trace.end_if_open(self._clock.now_ns()):
                 self._services.traces.add(turn.trace.to_dict())
 
-    async def _run(self, turn: Turn) -> None:
+    async def _run(self, turn: ResponsePipeline) -> None:
         try:
             await turn.run()
         finally:

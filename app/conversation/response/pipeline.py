@@ -22,13 +22,13 @@ from app.clock import Clock
 from app.conversation.events import ResponseStarted, Sink
 from app.conversation.history import History
 from app.conversation.response.budget import TurnBudget
-from app.conversation.response.llm_stream import Asking
+from app.conversation.response.llm_stream import LlmStream
 from app.conversation.response.metrics import TurnRecord
 from app.conversation.response.output import Clause, Output
-from app.conversation.response.spec import Asked
+from app.conversation.response.spec import ResponseSpec
 from app.conversation.response.tool_loop import ToolLoop
 from app.conversation.services import Services
-from app.conversation.speech.tts_stream import Voicing
+from app.conversation.speech.tts_stream import TtsStream
 from app.errors import ServiceError, TurnTimeoutError
 from audio.frame import Samples
 
@@ -39,7 +39,7 @@ _NO_SAMPLES: Samples = np.zeros(0, np.float32)
 _HOLD_S = 1.5
 
 
-class Turn:
+class ResponsePipeline:
     """One response, from its request to its last sample.
 
     ``run`` never raises for what goes wrong inside: the response says how it ended.
@@ -51,7 +51,7 @@ class Turn:
         clock: Clock,
         sink: Sink,
         history: History,
-        asked: Asked,
+        asked: ResponseSpec,
         *,
         prefilled: asyncio.Task[None] | None,
     ) -> None:
@@ -70,7 +70,7 @@ class Turn:
         self._history = history
         self._speaks = response.modality == "audio"
         self._budget = TurnBudget.of(services.settings, config, trace)
-        self._asking = Asking(services, config, clock, trace, self._budget, prefilled)
+        self._asking = LlmStream(services, config, clock, trace, self._budget, prefilled)
         self._held_until_ns = 0
         self._num_samples = 0  # of speech made, sent or not
         self._has_words = False  # the answer has begun, fillers aside
@@ -234,7 +234,7 @@ class Turn:
 
     async def _voice(self, clauses: asyncio.Queue[Clause | None]) -> None:
         """Give the words their sound, if the answer is to be spoken."""
-        voicing = Voicing(self._services, self.config, self._clock, self.trace)
+        voicing = TtsStream(self._services, self.config, self._clock, self.trace)
         while (piece := await self._tool_loop.texts.get()) is not None:
             clause = Clause(
                 piece.text,
@@ -252,7 +252,7 @@ class Turn:
         await clauses.put(None)
 
     async def _say(
-        self, clause: Clause, voicing: Voicing, clauses: asyncio.Queue[Clause | None]
+        self, clause: Clause, voicing: TtsStream, clauses: asyncio.Queue[Clause | None]
     ) -> None:
         """A clause with sound may come in several pieces; the text is in the first of them."""
         async with aclosing(voicing.say(clause.text, self._in_hand_s)) as sounds:

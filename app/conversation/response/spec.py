@@ -15,7 +15,7 @@ from llm_core import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseSpec:
     """What one answer is made from, and what is told and kept of it."""
 
     config: SessionConfig
@@ -45,7 +45,7 @@ class ResponseRequest:
         *,
         messages: list[ChatMessage] | None = None,
         in_conversation: bool = True,
-    ) -> Asked:
+    ) -> ResponseSpec:
         """A response that is not begun. ``messages``: the prompt, if it is not ``history``'s."""
         config = self._applied_to(config)
         if messages is None:
@@ -57,7 +57,9 @@ class ResponseRequest:
             metadata=self.metadata,
             in_conversation=in_conversation,
         )
-        return Asked(config, messages, response, TurnTrace(new_id("turn"), session_id, response.id))
+        return ResponseSpec(
+            config, messages, response, TurnTrace(new_id("turn"), session_id, response.id)
+        )
 
     def _applied_to(self, config: SessionConfig) -> SessionConfig:
         if self.instructions is not None:

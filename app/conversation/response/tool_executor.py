@@ -48,7 +48,7 @@ TakeRest = Callable[[], Awaitable[None]]
 SayFiller = Callable[[int], Coroutine[Any, Any, None]]
 
 
-class Calling:
+class ToolExecutor:
     """Reads one reply. An async context manager: what still runs at the end is cancelled.
 
     ``part`` is that of the reply's words, ``part + 1`` that of a filler behind them. A call
@@ -95,7 +95,7 @@ class Calling:
                     parallel=config.parallel_tool_calls,
                 )
 
-    async def __aenter__(self) -> Calling:
+    async def __aenter__(self) -> ToolExecutor:
         return self
 
     async def __aexit__(

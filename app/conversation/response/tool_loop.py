@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from app.clock import Clock
 from app.conversation.history import without_tools
 from app.conversation.response.budget import BudgetedChunker, TurnBudget
-from app.conversation.response.llm_stream import Asking
+from app.conversation.response.llm_stream import LlmStream
 from app.conversation.response.metrics import TurnRecord
 from app.conversation.response.output import Output
-from app.conversation.response.tool_executor import Calling
+from app.conversation.response.tool_executor import ToolExecutor
 from app.conversation.response.tools import Outcome, choice_after_results
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
@@ -43,7 +43,7 @@ class ToolLoop:
         clock: Clock,
         config: SessionConfig,
         *,
-        asking: Asking,
+        asking: LlmStream,
         budget: TurnBudget,
         output: Output,
         record: TurnRecord,
@@ -71,7 +71,7 @@ class ToolLoop:
         max_rounds = self._services.settings.max_tool_rounds
         may_call = True
         for number in range(max_rounds + 1):
-            async with Calling(
+            async with ToolExecutor(
                 self._services,
                 self._config,
                 choice,
@@ -93,7 +93,7 @@ class ToolLoop:
             may_call = number + 1 < max_rounds and calling.brought_news
         await self.texts.put(None)
 
-    async def _read(self, messages: list[ChatMessage], calling: Calling) -> None:
+    async def _read(self, messages: list[ChatMessage], calling: ToolExecutor) -> None:
         """One reply of the model: its words to ``texts``, its calls to ``calling``."""
         spoken_text = SpokenText()
         chunker = BudgetedChunker(self._budget)
@@ -128,7 +128,7 @@ class ToolLoop:
         await take_rest()
         await self.texts.put(Piece("", calling.part, is_last=True))
 
-    async def _put(self, pieces: list[str], calling: Calling) -> None:
+    async def _put(self, pieces: list[str], calling: ToolExecutor) -> None:
         for piece in pieces:
             self._record.note_clause()
             calling.has_text = True

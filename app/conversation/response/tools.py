@@ -12,7 +12,7 @@ An operator writes a module and names it in ``PARLEY_TOOLS``::
 Name, description and parameters come from the function's name, docstring and type hints. What the
 function returns goes to the model as text (other values than strings as JSON); the message of a
 ``ToolError`` does, too. Any other exception is for the log: the model hears only that it failed. A
-parameter of the type ``Conversation`` is not the model's: it says for whom the function is called.
+parameter of the type ``ToolContext`` is not the model's: it says for whom the function is called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ToolError(Exception):
 
 
 @dataclass(slots=True)
-class Conversation:
+class ToolContext:
     """Whose tools are called. ``notes`` are the tools' own: empty at first, of this conversation
     alone, and gone with it.
 
@@ -108,7 +108,7 @@ def tool(
         for property_schema in schema.get("properties", {}).values():
             property_schema.pop("title", None)
         about = inspect.cleandoc(description or wrapped.__doc__ or "")
-        asks_for = next((n for n, kind in _parameters(wrapped) if kind is Conversation), None)
+        asks_for = next((n for n, kind in _parameters(wrapped) if kind is ToolContext), None)
         shown = Tool(shown_name, about, schema)
         return ServerTool(shown, wrapped, arguments, timeout_s, asks_for)
 
@@ -126,7 +126,7 @@ def _arguments_of(function: Callable[..., Any], name: str) -> type[_Arguments]:
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tool {name!r}: *{parameter.name} cannot be described to a model")
-        if parameter.annotation is Conversation:
+        if parameter.annotation is ToolContext:
             continue
         if parameter.annotation is parameter.empty:
             raise ConfigError(f"tool {name!r}: parameter {parameter.name!r} has no type")
@@ -155,7 +155,7 @@ class ToolBox:
         self,
         tools: Iterable[ServerTool] = (),
         threads: asyncio.Semaphore | None = None,
-        conversation: Conversation | None = None,
+        conversation: ToolContext | None = None,
     ) -> None:
         """``threads``: those of another box, to be shared with it. ``conversation``: whose tools
         they are; None: nobody's yet."""
@@ -195,7 +195,7 @@ class ToolBox:
         twice."""
         return ToolBox((*self._tools.values(), *tools), self._threads, self.conversation)
 
-    def of(self, conversation: Conversation) -> ToolBox:
+    def of(self, conversation: ToolContext) -> ToolBox:
         """These tools, for ``conversation``."""
         return ToolBox(self._tools.values(), self._threads, conversation)
 
@@ -245,7 +245,7 @@ class ToolBox:
             return Outcome(error=_argument_error(error))
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
         if entry.asks_for is not None:
-            values[entry.asks_for] = self.conversation or Conversation()
+            values[entry.asks_for] = self.conversation or ToolContext()
         try:
             async with asyncio.timeout(entry.timeout_s):
                 result = await self._call(entry, values)

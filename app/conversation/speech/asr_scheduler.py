@@ -72,7 +72,7 @@ class Job(Generic[T]):
         return self.urgency, self.serial
 
 
-class Recognition:
+class AsrScheduler:
     """The queue. Everything but the recogniser's own work happens on the event loop."""
 
     def __init__(self, recognizer: Recognizer, workers: Executor, max_waiting: int = 64) -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from app.clock import Clock
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
-from app.conversation.speech.tts_stream import Voicing
+from app.conversation.speech.tts_stream import TtsStream
 from audio.frame import Samples
 from audio.text import ClauseChunker, SpokenText
 
@@ -23,7 +23,7 @@ async def read_aloud(
     At least one piece comes; all are empty if there is nothing to say. Raises SynthesisError.
     """
     config = SessionConfig(instructions="", speed=speed)
-    voicing = Voicing(services, config, clock, None)
+    voicing = TtsStream(services, config, clock, None)
     rate = config.output_format.rate
     made_len, begun_ns = 0, clock.now_ns()
     for clause in await asyncio.to_thread(_clauses, text):

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-from app.conversation.speech.asr_scheduler import Recognition, Urgency
-from audio.asr import Piece, WordTime
+from app.conversation.speech.asr_scheduler import AsrScheduler, Urgency
+from audio.asr import AudioSegment, WordTime
 from audio.frame import SPEECH_RATE, Samples
 from audio.vad import WINDOW_SAMPLES, VadModel
 
@@ -39,7 +39,7 @@ class Dictated:
 
 
 async def dictate(
-    recognition: Recognition,
+    recognition: AsrScheduler,
     vad: VadModel,
     samples: Samples,
     *,
@@ -84,8 +84,8 @@ async def dictate(
         )
 
 
-def _next_piece(vad: VadModel, samples: Samples, at: int) -> Piece:
+def _next_piece(vad: VadModel, samples: Samples, at: int) -> AudioSegment:
     """What begins at sample ``at``; cut at a pause, if there is much more."""
     # One window more than a piece may have: else it would not be cut.
     rest = samples[at : at + int(_PIECE_S * SPEECH_RATE) + WINDOW_SAMPLES]
-    return Piece(rest, vad.probabilities(rest)).parts(_PIECE_S)[0]
+    return AudioSegment(rest, vad.probabilities(rest)).parts(_PIECE_S)[0]

@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Speaking:
+class TtsScheduler:
     """The queue. Everything but the jobs themselves happens on the event loop."""
 
     def __init__(self, workers: Executor, max_running: int = 1) -> None:

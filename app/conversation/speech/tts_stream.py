@@ -25,7 +25,7 @@ _ENOUGH_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class SpeechSegment:
     """Part of a clause: samples float32 [n] at the client's rate.
 
     ``clause_len``: samples of the whole clause, as far as it is known; exact with ``is_last``.
@@ -36,7 +36,7 @@ class Sound:
     is_last: bool
 
 
-class Voicing:
+class TtsStream:
     """One stream of sound a message: ``say`` its clauses in order, then ``flush``.
 
     ``trace`` None: it is no turn's, and comes behind those that are.
@@ -55,7 +55,7 @@ class Voicing:
         self._config = config
         self._resampler = self._new_resampler()
 
-    async def say(self, text: str, in_hand_s: float) -> AsyncGenerator[Sound, None]:
+    async def say(self, text: str, in_hand_s: float) -> AsyncGenerator[SpeechSegment, None]:
         """The sound of a clause; ``in_hand_s``: what the caller has to hear before it.
 
         Raises SynthesisError.
@@ -75,7 +75,7 @@ class Voicing:
             samples = self._resampler.process(piece.samples)
             made_len += len(samples)
             clause_len = max(made_len, round(piece.total_len * rate))
-            yield Sound(samples, made_len if piece.is_last else clause_len, piece.is_last)
+            yield SpeechSegment(samples, made_len if piece.is_last else clause_len, piece.is_last)
             if piece.is_last:
                 return
             begun_ns = self._clock.now_ns()

@@ -9,10 +9,10 @@ from app.clock import Clock
 from app.transports.audio_port import AudioChunk, Cut, Playback, PlaybackNotes
 from app.transports.base import ChannelClosed
 from app.transports.telephony.playout import Frame, PhonePlayout
-from app.transports.telephony.protocol import PhoneProtocol, Sound
+from app.transports.telephony.protocol import AudioReceived, PhoneProtocol
 from app.transports.telephony.reorder_buffer import InOrder, Missing
 from audio.codecs import AudioFormat, decode, encode
-from audio.packet_loss_concealment import Concealer
+from audio.packet_loss_concealment import PacketLossConcealer
 
 # Audio that the session has not taken. Overflow rule: the oldest is dropped, since a recogniser
 # that is two seconds late helps nobody.
@@ -50,7 +50,7 @@ class PhoneAudio:
             on_playback=self._notes.add,
         )
         self._order = InOrder()
-        self._concealer = Concealer(protocol.input_format.rate)
+        self._concealer = PacketLossConcealer(protocol.input_format.rate)
         self._incoming: deque[AudioChunk] = deque()
         self._waiting_bytes = 0
         self._heard = asyncio.Event()
@@ -107,7 +107,7 @@ class PhoneAudio:
 
     # --- the side of the line ---
 
-    def hear(self, sound: Sound) -> None:
+    def hear(self, sound: AudioReceived) -> None:
         """Audio of the caller, as it came."""
         fmt = self._wire_format
         for piece in self._order.feed(sound.chunk, sound.payload):

@@ -17,13 +17,13 @@ from app.clock import MonotonicClock
 from app.transports.base import ChannelClosed
 from app.transports.telephony.audio import PhoneAudio
 from app.transports.telephony.protocol import (
+    AudioReceived,
     HungUp,
     KeyPressed,
     MarkReached,
     Message,
     PhoneProtocol,
     PhoneProtocolError,
-    Sound,
 )
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class PhoneLine:
                 self._fail(ChannelClosed(1008, "too many messages that make no sense"))
             return
         match event:
-            case Sound():
+            case AudioReceived():
                 self.audio.hear(event)
             case KeyPressed():
                 self.on_key(event.key)

@@ -24,7 +24,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class AudioReceived:
     """Audio of the caller in the protocol's input format. ``chunk``: its number, where it has one.
 
     Numbers go up by one; the order in which they come is not promised by every provider.
@@ -55,7 +55,7 @@ class HungUp:
     reason: str
 
 
-PhoneEvent = Sound | KeyPressed | MarkReached | HungUp
+PhoneEvent = AudioReceived | KeyPressed | MarkReached | HungUp
 
 
 class PhoneProtocol(Protocol):

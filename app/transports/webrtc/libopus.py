@@ -50,7 +50,7 @@ _LIB.opus_decode_float.argtypes = [
 ]
 
 
-class Decoder:
+class OpusLibDecoder:
     """One mono stream at ``rate`` samples a second (8,000 to 48,000, as Opus has them)."""
 
     def __init__(self, rate: int) -> None:

@@ -13,7 +13,7 @@ import av
 import numpy as np
 from av.audio.frame import AudioFrame
 
-from app.transports.webrtc.libopus import Decoder
+from app.transports.webrtc.libopus import OpusLibDecoder
 from audio.frame import Samples, silence
 
 DECODED_RATE = 48_000
@@ -39,7 +39,7 @@ class OpusDecoder:
     """One incoming stream: packets and gaps to float32 mono samples at 48 kHz."""
 
     def __init__(self) -> None:
-        self._decoder = Decoder(DECODED_RATE)
+        self._decoder = OpusLibDecoder(DECODED_RATE)
         self.num_bad = 0
 
     def decode(self, payload: bytes) -> Samples:

@@ -20,7 +20,11 @@ from llm_core.offline.train_head.corpus import (
     read_conversations,
     write_conversations,
 )
-from llm_core.offline.train_head.self_distillation import Conversation, SelfTalk, stored_features
+from llm_core.offline.train_head.self_distillation import (
+    Conversation,
+    SelfDistillation,
+    stored_features,
+)
 from llm_core.tokenizer import Tokenizer
 
 NUM_STREAMS = 32  # as many rows as a step computes best; 64 took longer a row
@@ -46,7 +50,7 @@ def talk(
     """
     directory.mkdir(parents=True, exist_ok=True)
     index = next_index(directory)
-    writer = SelfTalk(
+    writer = SelfDistillation(
         runner,
         tokenizer,
         template,

@@ -28,7 +28,7 @@ from llm_core.offline.train_head.examples import (
 from llm_core.offline.train_head.generate_corpus import NUM_STREAMS, capture_features, talk
 from llm_core.offline.train_head.objective import Objective
 from llm_core.offline.train_head.ridge import Teacher, eagle1_start, ridge_start
-from llm_core.offline.train_head.self_distillation import MAX_LEN, Conversation, SelfTalk
+from llm_core.offline.train_head.self_distillation import MAX_LEN, Conversation, SelfDistillation
 from llm_core.offline.train_head.training import Training, TrainingOptions, Unroll
 from llm_core.offline.train_head.training_time_test import medusa_outputs, unrolled
 from llm_core.quant import float_rows
@@ -173,7 +173,7 @@ def _extend_corpus(
         model_path=str(options.model_path),
         num_threads=options.num_threads,
         max_context=min(MAX_LEN, config.context_len),
-        kv_cache_tokens=_BLOCK_SIZE * SelfTalk.num_blocks(NUM_STREAMS, _BLOCK_SIZE),
+        kv_cache_tokens=_BLOCK_SIZE * SelfDistillation.num_blocks(NUM_STREAMS, _BLOCK_SIZE),
     )
     runner = ModelRunner.of(opened.model, engine_config)
     runner.set_feature_layers(feature_layers(config))

@@ -117,7 +117,7 @@ class _Stream:
         return state
 
 
-class SelfTalk:
+class SelfDistillation:
     """Writes conversations without end. The runner's pool is used from block 0 on."""
 
     def __init__(

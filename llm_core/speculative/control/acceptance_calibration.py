@@ -13,7 +13,7 @@ _PRIOR = 6.0  # verified drafts after which what came true counts as much as wha
 _FORGET = 0.995
 
 
-class Truth:
+class AcceptanceCalibration:
     """Shares of right drafts in buckets of what was said, and of drafts that follow a right one."""
 
     def __init__(self) -> None:

@@ -19,10 +19,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from llm_core.scheduling import EMPTY, DraftTree
-from llm_core.speculative.control.acceptance_calibration import Truth
-from llm_core.speculative.control.base import Situation
-from llm_core.speculative.control.speedup_tracker import Record
-from llm_core.speculative.control.verification_cost import DraftCost, RowCost
+from llm_core.speculative.control.acceptance_calibration import AcceptanceCalibration
+from llm_core.speculative.control.base import BatchState
+from llm_core.speculative.control.speedup_tracker import SpeedupTracker
+from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
 from llm_core.speculative.drafters.base import DraftShape
 
 _OUTLIER = 3.0  # times what is known: the head read a prompt, or the machine was away
@@ -42,13 +42,13 @@ class AutoController:
     """See ``Controller``. ``limits`` are never exceeded; a ``width`` above 1 is used where rows are
     nearly free."""
 
-    def __init__(self, limits: DraftShape, cost: RowCost, draft_cost: DraftCost) -> None:
+    def __init__(self, limits: DraftShape, cost: VerificationCost, draft_cost: DraftCost) -> None:
         self._limits = limits
         self._cost = cost
         self._draft_cost = draft_cost
-        self._truth = Truth()
-        self._records: defaultdict[tuple[int, int], Record] = defaultdict(Record)
-        self._record = Record()
+        self._truth = AcceptanceCalibration()
+        self._records: defaultdict[tuple[int, int], SpeedupTracker] = defaultdict(SpeedupTracker)
+        self._record = SpeedupTracker()
         self._kind = _PLAIN
         self._expected_ns = 1.0  # of a step without drafts
         self._tokens = 1.0  # of a stream
@@ -56,7 +56,7 @@ class AutoController:
         self._shapes: dict[tuple[int, int], DraftShape | None] = {}  # by streams and rows
         self._shape_steps = 0  # for which these were kept
 
-    def shape(self, situation: Situation) -> DraftShape | None:
+    def shape(self, situation: BatchState) -> DraftShape | None:
         self._kind = _PLAIN
         self._record = self._records[_size_class(situation)]
         self._expected_ns = self._cost.ns(situation.num_rows)
@@ -82,7 +82,7 @@ class AutoController:
         batches grow and shrink, a moment's rest would leave holes in what a head has read."""
         return self._num_deaf <= _DEAF_AFTER
 
-    def _best_shape(self, situation: Situation) -> DraftShape | None:
+    def _best_shape(self, situation: BatchState) -> DraftShape | None:
         """By what is known now; None where no drafts can pay."""
         if not self._could_pay(situation):
             return None
@@ -102,7 +102,7 @@ class AutoController:
             least_followed=max(self._limits.least_followed, self._truth.said_for(followed)),
         )
 
-    def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
+    def choose(self, trees: Sequence[DraftTree], situation: BatchState) -> list[DraftTree]:
         """The drafts that are worth their rows."""
         for tree in trees:
             self._truth.proposed(tree.probabilities[0] if tree else None)
@@ -179,7 +179,7 @@ class AutoController:
         elif self._kind == _READ:
             self._record.read(duration)
 
-    def _rate(self, situation: Situation) -> float:
+    def _rate(self, situation: BatchState) -> float:
         """Tokens in a nanosecond, at the present load."""
         plain = situation.num_streams / self._cost.ns(situation.num_rows)
         return plain * self._record.rate()
@@ -190,7 +190,7 @@ class AutoController:
         factor = self._cost.load * (scale.value if scale.num_seen else num_streams**0.5)
         return factor * self._draft_cost.ns(1), factor * self._draft_cost.step_ns
 
-    def _best_depth(self, situation: Situation) -> int:
+    def _best_depth(self, situation: BatchState) -> int:
         """How far all streams together go: a pass of the head takes as long for the last stream
         that is still sure of itself as for all."""
         draft_ns = self._draft_ns(situation.num_streams)
@@ -199,7 +199,7 @@ class AutoController:
         return 1 + rates.index(max(rates))
 
     def _chains(
-        self, situation: Situation, first: float, later: float, draft_ns: tuple[float, float]
+        self, situation: BatchState, first: float, later: float, draft_ns: tuple[float, float]
     ) -> Iterator[tuple[float, float]]:
         """By depth from 1 on: what a stream says and how long it takes, when all have a chain of so
         many drafts, the first right with ``first`` and each that follows a right one with
@@ -212,7 +212,7 @@ class AutoController:
             path *= later
             drafting_ns += draft_ns[1]
 
-    def _outlook(self, situation: Situation) -> float:
+    def _outlook(self, situation: BatchState) -> float:
         """What drafts would gain in such a step, by how sure and how right they are elsewhere: with
         chains for all streams, or with one draft for those streams whose drafts are surest."""
         rows, streams = situation.num_rows, situation.num_streams
@@ -228,7 +228,7 @@ class AutoController:
         beside_ns = plain_ns - now_ns  # what of a step is no row's
         return max(tokens * plain_ns / (took_ns + beside_ns) for tokens, took_ns in ways)
 
-    def _could_pay(self, situation: Situation) -> bool:
+    def _could_pay(self, situation: BatchState) -> bool:
         """Whether drafts would gain time if they were right as often as one can hope."""
         rows, streams = situation.num_rows, situation.num_streams
         scale = self._record.draft_scale.value or 1.0
@@ -247,7 +247,7 @@ class AutoController:
         return replace(tree, probabilities=corrected).path_probabilities
 
 
-def _size_class(situation: Situation) -> tuple[int, int]:
+def _size_class(situation: BatchState) -> tuple[int, int]:
     """Batches of about the same number of streams (1, 2, 3 to 4, 5, 6 to 8, ...), and of rows of
     prompts beside them."""
     prompt_rows = situation.num_rows - situation.num_streams

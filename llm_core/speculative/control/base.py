@@ -11,7 +11,7 @@ from llm_core.speculative.drafters.base import DraftShape
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class BatchState:
     """A step before drafts: ``num_rows`` in all, ``num_streams`` of them the one row of a sequence
     that generates. ``is_patient``: none of these is needed soon."""
 
@@ -23,14 +23,14 @@ class Situation:
 class Controller(Protocol):
     """Asked before and after drafting, told afterwards what came of it."""
 
-    def shape(self, situation: Situation) -> DraftShape | None:
+    def shape(self, situation: BatchState) -> DraftShape | None:
         """How far to draft for each stream; None: not in this step."""
 
     @property
     def listens(self) -> bool:
         """Whether hidden states that the target computes now may soon be drafted from."""
 
-    def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
+    def choose(self, trees: Sequence[DraftTree], situation: BatchState) -> list[DraftTree]:
         """What of the trees, one a stream, is to be verified."""
 
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
@@ -53,14 +53,14 @@ class FixedController:
     def __init__(self, shape: DraftShape) -> None:
         self._shape = shape
 
-    def shape(self, situation: Situation) -> DraftShape | None:
+    def shape(self, situation: BatchState) -> DraftShape | None:
         return self._shape
 
     @property
     def listens(self) -> bool:
         return True
 
-    def choose(self, trees: Sequence[DraftTree], situation: Situation) -> list[DraftTree]:
+    def choose(self, trees: Sequence[DraftTree], situation: BatchState) -> list[DraftTree]:
         return [tree.best(self._shape.max_drafts) for tree in trees]
 
     def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:

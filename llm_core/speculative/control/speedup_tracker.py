@@ -40,7 +40,7 @@ class Mean:
         self.value += (value - self.value) / self.num_seen
 
 
-class Record:
+class SpeedupTracker:
     """Decides from both kinds of steps whether the next one is to have drafts.
 
     Steps with drafts are interrupted by one without now and then, and where they do not pay they

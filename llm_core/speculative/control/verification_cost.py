@@ -16,7 +16,7 @@ _SHAPE_WEIGHT = 0.02  # how rows compare with each other changes slowly (longer 
 _OUTLIER = 3.0  # a step that took so many times what is usual says nothing
 
 
-class RowCost:
+class VerificationCost:
     """Durations at some numbers of rows and lines between them, times a factor for the load."""
 
     def __init__(self, measured_ns: Mapping[int, float]) -> None:

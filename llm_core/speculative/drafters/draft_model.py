@@ -15,7 +15,12 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.model import ModelRunner
 from llm_core.scheduling import EMPTY, BlockCopy, DraftTree, TokenSequence, common_prefix_len
 from llm_core.speculative.drafters.base import ComputedRows, DraftRequest
-from llm_core.speculative.drafters.tree_expansion import OF_ANOTHER, DraftPlace, Grower, Nearness
+from llm_core.speculative.drafters.tree_expansion import (
+    OF_ANOTHER,
+    DraftPlace,
+    Nearness,
+    TreeExpander,
+)
 from llm_core.speculative.heads.base import HeadResult
 
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward
@@ -53,7 +58,7 @@ class DraftModelDrafter:
         if not able:
             return trees
         chosen = [requests[index] for index in able]
-        grower = Grower(
+        grower = TreeExpander(
             chosen, self._read(chosen), self._places(chosen), self._target_ids, self._nearness
         )
         while (batch := grower.next_batch()) is not None:

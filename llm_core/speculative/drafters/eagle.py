@@ -20,7 +20,7 @@ import torch
 from llm_core.batch import Segment
 from llm_core.scheduling import EMPTY, BlockCopy, DraftTree, TokenSequence
 from llm_core.speculative.drafters.base import ComputedRows, DraftRequest, cut_out
-from llm_core.speculative.drafters.tree_expansion import DraftPlace, Grower
+from llm_core.speculative.drafters.tree_expansion import DraftPlace, TreeExpander
 from llm_core.speculative.heads.base import ChainHead, DraftHead, HeadBatch
 
 _LARGEST_CHUNK = 256  # rows of a prompt in one forward of the head
@@ -231,7 +231,7 @@ class EagleDrafter:
             DraftPlace(table, segment.end, len(table) * self._block_size - segment.end)
             for table, (segment, _, _) in zip(tables, parts, strict=True)
         ]
-        grower = Grower(requests, result, places, self._target_ids)
+        grower = TreeExpander(requests, result, places, self._target_ids)
         while (batch := grower.next_batch()) is not None:
             grower.take(head.forward(batch, self._cache))
         return grower.trees()

@@ -167,7 +167,7 @@ class _Growing:
         return whole.subtree(kept).best(shape.max_drafts)
 
 
-class Grower:
+class TreeExpander:
     """Trees of several sequences, a batch of the head's rows for each depth."""
 
     def __init__(

@@ -16,7 +16,7 @@ from audio.asr.hallucination_filter import (
     has_loop,
     is_speech,
 )
-from audio.asr.segmentation import Piece
+from audio.asr.segmentation import AudioSegment
 from audio.vad import WINDOW_SAMPLES
 
 CLEAR = Voice(peak=0.98, voiced_s=2.0)
@@ -148,11 +148,11 @@ def test_better_prefers_the_sound_one_then_the_surer_one_and_the_shorter_loop() 
     assert better(longer, loop, CLEAR) is loop
 
 
-def piece(probabilities: list[float], loudness: list[float] | None = None) -> Piece:
+def piece(probabilities: list[float], loudness: list[float] | None = None) -> AudioSegment:
     levels = loudness or [0.3 if p >= 0.5 else 0.001 for p in probabilities]
     noise = np.random.default_rng(0).standard_normal(len(levels) * WINDOW_SAMPLES)
     samples = (noise * np.repeat(levels, WINDOW_SAMPLES)).astype(np.float32)
-    return Piece(samples, np.array(probabilities, np.float32))
+    return AudioSegment(samples, np.array(probabilities, np.float32))
 
 
 def test_silence_at_the_ends_is_trimmed_to_a_second() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audio.asr.encoder_tail import tail_of
-from audio.asr.turn_end_probe import RULES_DIR, EndRule
+from audio.asr.turn_end_probe import RULES_DIR, TurnEndProbe
 
 WIDTH = 3
 
@@ -50,15 +50,15 @@ def test_a_rule_is_found_by_the_weights_it_was_fitted_to(tmp_path: Path) -> None
     rules = tmp_path / "rules"
     rules.mkdir()
     digest = model(tmp_path, b"some weights")
-    assert EndRule.of(tmp_path, rules) is None
+    assert TurnEndProbe.of(tmp_path, rules) is None
     size = len(b"some weights")
     rule = {"model_bytes": size, "bias": 0.5, "weights": [1.0, -2.0]}
     (rules / f"{digest}.json").write_text(json.dumps(rule))
-    found = EndRule.of(tmp_path, rules)
+    found = TurnEndProbe.of(tmp_path, rules)
     assert found is not None
     assert found.odds(np.array([2.0, 1.0], np.float32)) == pytest.approx(0.5)
     model(tmp_path, b"other weights")
-    assert EndRule.of(tmp_path, rules) is None
+    assert TurnEndProbe.of(tmp_path, rules) is None
 
 
 def test_rules_that_are_shipped_fit_a_tail_of_their_model() -> None:

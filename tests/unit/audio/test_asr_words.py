@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from audio.asr.segmentation import Piece
+from audio.asr.segmentation import AudioSegment
 from audio.asr.word_timing import HeardPart, Span, words_in
 from audio.frame import SPEECH_RATE
 from audio.vad import WINDOW_SAMPLES
@@ -27,7 +27,7 @@ def part(
     for first_s, last_s in voice:
         probabilities[(at_s >= first_s) & (at_s < last_s)] = 0.9
     samples = np.zeros(num_windows * WINDOW_SAMPLES, np.float32)
-    return HeardPart(Piece(samples, probabilities, start_sample), text, language, None)
+    return HeardPart(AudioSegment(samples, probabilities, start_sample), text, language, None)
 
 
 def told(heard: HeardPart, *spans: Span) -> list[tuple[str, float, float]]:
@@ -117,7 +117,7 @@ def test_pieces_know_where_they_were_cut() -> None:
     probabilities = np.zeros(400, np.float32)
     probabilities[100:300] = 0.9
     samples = np.zeros(400 * WINDOW_SAMPLES, np.float32)
-    trimmed = Piece(samples, probabilities).trimmed()
+    trimmed = AudioSegment(samples, probabilities).trimmed()
     assert trimmed.start_sample == (100 - 31) * WINDOW_SAMPLES, "a margin of a second"
     for piece in (*trimmed.parts(2.0), *trimmed.halves()):
         first = piece.start_sample // WINDOW_SAMPLES

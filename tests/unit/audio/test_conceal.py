@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from audio.frame import Samples
-from audio.packet_loss_concealment import Concealer
+from audio.packet_loss_concealment import PacketLossConcealer
 
 RATE = 48_000
 FRAME = RATE // 50
@@ -26,7 +26,7 @@ def rms(samples: Samples) -> float:
 @pytest.mark.parametrize("hz", [90.0, 140.0, 220.0, 330.0])
 def test_one_frame_is_close_to_what_was_lost(hz: float) -> None:
     whole = voiced(12 * FRAME, hz)
-    concealer = Concealer(RATE)
+    concealer = PacketLossConcealer(RATE)
     concealer.good(whole[: 10 * FRAME])
     made = concealer.conceal(FRAME)
     lost = whole[10 * FRAME : 11 * FRAME]
@@ -37,7 +37,7 @@ def test_one_frame_is_close_to_what_was_lost(hz: float) -> None:
 
 def test_no_steps_at_the_joints() -> None:
     whole = voiced(12 * FRAME)
-    concealer = Concealer(RATE)
+    concealer = PacketLossConcealer(RATE)
     parts = [concealer.good(whole[: 10 * FRAME]), concealer.conceal(FRAME)]
     parts.append(concealer.good(whole[11 * FRAME :]))
     sound = np.concatenate(parts)
@@ -48,7 +48,7 @@ def test_no_steps_at_the_joints() -> None:
 
 
 def test_a_long_gap_falls_silent_in_60_ms() -> None:
-    concealer = Concealer(RATE)
+    concealer = PacketLossConcealer(RATE)
     concealer.good(voiced(10 * FRAME))
     made = np.concatenate([concealer.conceal(FRAME) for _ in range(10)])
     assert rms(made[:FRAME]) > 0.05
@@ -58,13 +58,13 @@ def test_a_long_gap_falls_silent_in_60_ms() -> None:
 
 
 def test_silence_stays_silent() -> None:
-    concealer = Concealer(RATE)
+    concealer = PacketLossConcealer(RATE)
     concealer.good(np.zeros(5 * FRAME, np.float32))
     assert np.all(concealer.conceal(5 * FRAME) == 0)
-    fresh = Concealer(RATE)  # nothing was heard yet
+    fresh = PacketLossConcealer(RATE)  # nothing was heard yet
     assert np.all(fresh.conceal(FRAME) == 0)
 
 
 def test_an_odd_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8000"):
-        Concealer(44_100)
+        PacketLossConcealer(44_100)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from audio.asr.hallucination_filter import EndMarks
+from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.endpointing.prosody import Prosody, measure_end
 from audio.endpointing.semantic import (
     WAITS,
@@ -80,8 +80,8 @@ def test_completeness(text: str, expected: Completeness) -> None:
     assert judge(text) is expected
 
 
-SURE_OF_A_STOP = EndMarks(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
-SURE_OF_MORE = EndMarks(-3.5, -6.0, -6.0, -1.5, -2.0, -1.0)
+SURE_OF_A_STOP = PunctuationLogprobs(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
+SURE_OF_MORE = PunctuationLogprobs(-3.5, -6.0, -6.0, -1.5, -2.0, -1.0)
 
 
 STORIES = (
@@ -172,7 +172,7 @@ def test_an_end_that_is_heard_better_never_means_a_longer_wait(
     one: float,
     other: float,
     end_logprob: float | None,
-    marks: EndMarks | None,
+    marks: PunctuationLogprobs | None,
     model: float | None,
 ) -> None:
     low, high = (
@@ -255,7 +255,7 @@ def test_the_recognisers_own_doubt_about_its_full_stop_is_heard(end_logprob: flo
 
 @given(st.lists(st.floats(-21, 0), min_size=6, max_size=6))
 def test_any_marks_have_signs(logprobs: list[float]) -> None:
-    marks = EndMarks(*logprobs)
+    marks = PunctuationLogprobs(*logprobs)
     assert all(math.isfinite(sign) for sign in mark_signs(marks))
     assert 0 < score(Evidence("Good morning.", end_marks=marks)) < 1
 

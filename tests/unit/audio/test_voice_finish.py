@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from audio.frame import Samples, silence
-from audio.tts.postprocess import Finisher, gain_for
+from audio.tts.postprocess import SpeechPostprocessor, gain_for
 
 RATE = 22_050
 
@@ -19,7 +19,7 @@ def tone(seconds: float, level: float = 0.2) -> Samples:
 def finished(
     raw: Samples, *, step: int | None = None, gain: float = 1.0, pause: float = 90.0
 ) -> Samples:
-    finisher = Finisher(RATE, gain, pause)
+    finisher = SpeechPostprocessor(RATE, gain, pause)
     step = step or max(1, len(raw))
     parts = [finisher.feed(raw[i : i + step]) for i in range(0, len(raw), step)]
     return np.concatenate([*parts, finisher.flush()])

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from audio.errors import ModelError
 from audio.tts.graph_split import split_voice
-from audio.tts.vits import VoiceNet
+from audio.tts.vits import VitsSession
 
 CHANNELS = 4
 FLOW_KERNEL, PRE_KERNEL, LAST_KERNEL = 5, 7, 3
@@ -109,7 +109,7 @@ def test_parts_of_the_frames_give_the_samples_of_the_whole(tmp_path: Path, num_f
     whole = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feed = {"input": ids[None], "input_lengths": lengths, "scales": scales}
     expected = whole.run(None, feed)[0].reshape(-1)
-    utterance = VoiceNet(path).open(ids.tolist(), scales.tolist(), None)
+    utterance = VitsSession(path).open(ids.tolist(), scales.tolist(), None)
     taken = []
     while not utterance.is_over:
         taken.append(utterance.take(num_frames))

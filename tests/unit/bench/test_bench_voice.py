@@ -17,7 +17,7 @@ from app.cli.bench import _show_voice
 from app.cli.main import cli
 from app.clients.recording import RATE, Played, Recording, VoicedFrames
 from app.clients.talk import CallerAudio, TalkResult
-from app.clients.talk_log import Turn
+from app.clients.talk_log import LoggedTurn
 from app.observe.trace import STAGES
 from bench.figures import PARTS, Answer, cpu_seconds, percentiles, waited_for, word_errors
 from bench.voice.callers import Tally, wait_note
@@ -60,15 +60,15 @@ def utterance(kind: Kind) -> Utterance:
     return Utterance(kind, "Tell me. Stop.", audio, 2 * RATE)
 
 
-def result(said: Utterance, *turns: Turn, silenced_at: list[int] | None = None) -> TalkResult:
+def result(said: Utterance, *turns: LoggedTurn, silenced_at: list[int] | None = None) -> TalkResult:
     recording = Recording(said.audio.pcm)
     return TalkResult(said.audio, [*turns], recording, [], [412.0] * len(turns), silenced_at or [])
 
 
-def turn(**heard: str | None) -> Turn:
+def turn(**heard: str | None) -> LoggedTurn:
     facts = {"wasted_tokens": 3, "wasted_answers": 1, "playout_gap_ms": 250.0}
     trace = {"voice_to_voice_ms": 400.0, "facts": facts, "stages_ms": {}}
-    return Turn(heard=dict(heard), response_id="resp", status="completed", trace=trace)
+    return LoggedTurn(heard=dict(heard), response_id="resp", status="completed", trace=trace)
 
 
 def test_a_turn_answered_once_is_no_cutoff_and_two_items_for_one_line_are() -> None:
@@ -194,6 +194,6 @@ def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_command(tmp_path: Path
 
 def test_a_wait_is_told_as_what_it_was() -> None:
     """The silence before an answer that was taken back is none: it began in a pause."""
-    assert wait_note(Turn(), 412.3) == "412 ms"
-    assert wait_note(Turn(), None) == "no sound"
-    assert wait_note(Turn(is_withdrawn=True), 0.0) == "answered too early and taken back"
+    assert wait_note(LoggedTurn(), 412.3) == "412 ms"
+    assert wait_note(LoggedTurn(), None) == "no sound"
+    assert wait_note(LoggedTurn(is_withdrawn=True), 0.0) == "answered too early and taken back"

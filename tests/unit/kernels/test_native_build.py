@@ -17,7 +17,7 @@ from llm_core.messages import EngineConfig
 from llm_core.model.backend import ModelOptions, default_native_cache_dir, make_model
 from llm_core.model.native_decoder import NativeDecoder
 from llm_core.model.runner import ModelRunner
-from llm_core.model.torch_decoder import Decoder
+from llm_core.model.torch_decoder import TorchDecoder
 from tests.support.native_library import native_cache_dir, native_library
 from tests.support.random_llama import random_weights, tiny_config
 from tests.support.tiny_model import write_tiny_gguf
@@ -119,7 +119,7 @@ def test_auto_falls_back_to_torch_and_says_why_once(
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
         model, _ = choose("auto", tmp_path)
-    assert isinstance(model, Decoder)
+    assert isinstance(model, TorchDecoder)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "runs on torch" in caplog.messages[0]
     assert "no C compiler found" in caplog.messages[0]
@@ -169,7 +169,7 @@ def test_native_is_chosen_where_it_can_run(caplog: pytest.LogCaptureFixture) -> 
 def test_auto_prefers_torch_over_portable_code(monkeypatch: pytest.MonkeyPatch) -> None:
     library = native_library("portable")
     monkeypatch.setattr("llm_core.model.backend.load", lambda _: library)
-    assert isinstance(choose("auto", native_cache_dir())[0], Decoder)
+    assert isinstance(choose("auto", native_cache_dir())[0], TorchDecoder)
     assert isinstance(choose("native", native_cache_dir())[0], NativeDecoder)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import uuid
 
 from app.transports.telephony.protocol import (
+    AudioReceived,
     HungUp,
     KeyPressed,
     Message,
     PhoneEvent,
     PhoneProtocolError,
-    Sound,
     Started,
 )
 from app.transports.telephony.providers.fields import KEYS
@@ -65,7 +65,7 @@ class AudioSocket:
             raise PhoneProtocolError("audio that ends in the middle of a sample")
         if _RATES[kind] != self.input_format.rate:
             raise PhoneProtocolError("audio of another rate than 8 kHz (slin)")
-        return Sound(content)
+        return AudioReceived(content)
 
     def media(self, payload: bytes) -> Message:
         """See ``PhoneProtocol``."""

@@ -6,12 +6,12 @@ Other names for the fields, the same events: media, dtmf, mark, stop.
 from __future__ import annotations
 
 from app.transports.telephony.protocol import (
+    AudioReceived,
     HungUp,
     MarkReached,
     Message,
     PhoneEvent,
     PhoneProtocolError,
-    Sound,
 )
 from app.transports.telephony.providers import fields
 from audio.codecs import PCMU_8K, AudioFormat
@@ -37,7 +37,9 @@ class JsonStream:
                 media = fields.inner(data, "media")
                 if media.get("track") in ("outbound", "outbound_track"):
                     return None  # our own voice
-                return Sound(self._checked(fields.payload(media)), fields.number(media, "chunk"))
+                return AudioReceived(
+                    self._checked(fields.payload(media)), fields.number(media, "chunk")
+                )
             case "dtmf":
                 return fields.key(fields.inner(data, "dtmf"))
             case "mark":

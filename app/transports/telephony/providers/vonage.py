@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from app.transports.telephony.protocol import (
+    AudioReceived,
     MarkReached,
     Message,
     PhoneEvent,
     PhoneProtocolError,
-    Sound,
     Started,
 )
 from app.transports.telephony.providers import fields
@@ -50,7 +50,7 @@ class Vonage:
         if isinstance(message, bytes):
             if len(message) % 2 or len(message) > fields.MAX_MESSAGE_CHARS:
                 raise PhoneProtocolError("audio that is no PCM16, or too long")
-            return Sound(message)
+            return AudioReceived(message)
         data = fields.parse_object(message)
         match data.get("event"):
             case "websocket:dtmf":

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from app.access.auth import AuthenticationError, Gatekeeper
+from app.access.auth import AuthenticationError, Authenticator
 from app.access.client_secrets import ClientSecretStore, TooManySecretsError
 from app.config import Settings
 from app.server.lifecycle import listening
@@ -115,7 +115,7 @@ def test_a_secret_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1060.5
     assert store.find(value) is None
     assert len(store) == 0
-    gatekeeper = Gatekeeper(Settings(), store)
+    gatekeeper = Authenticator(Settings(), store)
     with pytest.raises(AuthenticationError, match="expired"):
         gatekeeper.check_caller(httpx_headers(value))
 
@@ -138,7 +138,7 @@ def test_the_store_is_bounded_and_makes_room_by_time_only() -> None:
 
 
 def test_owners_are_told_apart_and_never_shown() -> None:
-    gatekeeper = Gatekeeper(Settings(api_keys=("k1", "k2")))
+    gatekeeper = Authenticator(Settings(api_keys=("k1", "k2")))
     one, two = (gatekeeper.check(httpx_headers(key)).owner for key in ("k1", "k2"))
     assert one != two
     assert "k1" not in one

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from app.conversation.response.eager import Ahead
+from app.conversation.response.eager import EagerGeneration
 
 
 async def test_work_that_was_replaced_is_over_when_all_is_closed() -> None:
-    ahead, ended = Ahead(), list[str]()
+    ahead, ended = EagerGeneration(), list[str]()
 
     async def work(name: str, gives_up_after_s: float) -> None:
         try:
@@ -26,7 +26,7 @@ async def test_work_that_was_replaced_is_over_when_all_is_closed() -> None:
 
 
 async def test_what_has_ended_by_itself_is_not_waited_for() -> None:
-    ahead = Ahead()
+    ahead = EagerGeneration()
     await ahead.close()
 
     async def nothing() -> None:

@@ -9,29 +9,29 @@ from hypothesis import strategies as st
 from app.conversation.turn_taking import (
     Action,
     AnnounceSpeech,
+    AssistantState,
     AudioCommitted,
     AudioStarted,
-    Bot,
-    Caller,
+    CallerState,
     CancelRequested,
     CommitTurn,
     CutPlayback,
-    Dialog,
     DialogEvent,
     DropSpeech,
     DropTranscript,
-    HoldResponse,
     InterruptionJudged,
+    MergeTurns,
+    PausePlayback,
     Phase,
-    RejoinTurn,
-    ReleaseResponse,
     ResponseFinished,
     ResponseRequested,
-    Rules,
+    ResumePlayback,
     StartResponse,
     StopResponse,
     TranscriptReady,
     TryTranscript,
+    TurnPolicy,
+    TurnTaking,
 )
 from audio.endpointing.vad_endpointer import VoiceEnded, VoicePaused, VoiceResumed, VoiceStarted
 
@@ -42,7 +42,7 @@ END = VoiceEnded(last_voiced_sample=9000, at_sample=17000)
 WORDS, NO_WORDS = TranscriptReady(True), TranscriptReady(False)
 
 
-def run(dialog: Dialog, *events: DialogEvent) -> list[Action]:
+def run(dialog: TurnTaking, *events: DialogEvent) -> list[Action]:
     """All actions of the last event; the earlier ones only set the scene."""
     actions: list[Action] = []
     for event in events:
@@ -51,7 +51,7 @@ def run(dialog: Dialog, *events: DialogEvent) -> list[Action]:
 
 
 def test_a_spoken_question_is_answered() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     assert dialog.phase is Phase.LISTENING
     assert run(dialog, START) == [AnnounceSpeech(500), CutPlayback()]
     assert dialog.phase is Phase.CALLER_SPEAKING
@@ -67,7 +67,7 @@ def test_a_spoken_question_is_answered() -> None:
 
 
 def test_a_pause_in_mid_sentence_drops_the_early_transcript() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     assert run(dialog, START, PAUSE, RESUME) == [DropTranscript()]
     assert dialog.phase is Phase.CALLER_SPEAKING
     assert run(dialog, PAUSE) == [TryTranscript(9000)]
@@ -75,7 +75,7 @@ def test_a_pause_in_mid_sentence_drops_the_early_transcript() -> None:
 
 @pytest.mark.parametrize("progress", [(), (AudioStarted(),)], ids=["thinking", "speaking"])
 def test_the_callers_voice_stops_the_answer(progress: tuple[DialogEvent, ...]) -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     run(dialog, START, PAUSE, END, WORDS, *progress)
     assert run(dialog, START) == [AnnounceSpeech(500), StopResponse("turn_detected")]
     assert dialog.phase is Phase.INTERRUPTED
@@ -83,38 +83,38 @@ def test_the_callers_voice_stops_the_answer(progress: tuple[DialogEvent, ...]) -
 
 
 def test_a_clap_before_the_first_word_does_not_lose_the_answer() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     run(dialog, START, PAUSE, END, WORDS, START, PAUSE, END)
     assert run(dialog, NO_WORDS) == [StartResponse()]
 
 
 def test_a_clap_while_the_transcript_is_made_does_not_lose_the_answer() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     run(dialog, START, PAUSE, END, START, WORDS, PAUSE, END)
     assert run(dialog, NO_WORDS) == [StartResponse()]
 
 
 def test_noise_after_the_answer_was_heard_starts_nothing() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     run(dialog, START, PAUSE, END, WORDS, AudioStarted(), START, PAUSE, END)
     assert run(dialog, NO_WORDS) == []
     assert dialog.phase is Phase.LISTENING
 
 
 def test_silence_is_not_answered() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     assert run(dialog, START, PAUSE, END, NO_WORDS) == []
     assert not dialog.has_response
 
 
 def test_without_create_response_the_client_decides() -> None:
-    dialog = Dialog(Rules(create_response=False))
+    dialog = TurnTaking(TurnPolicy(create_response=False))
     assert run(dialog, START, PAUSE, END, WORDS) == []
     assert run(dialog, ResponseRequested()) == [StartResponse()]
 
 
 def test_a_request_waits_for_the_words_of_a_manual_commit() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     assert run(dialog, AudioCommitted()) == [CommitTurn(None)]
     assert run(dialog, ResponseRequested()) == []
     assert dialog.has_response
@@ -122,7 +122,7 @@ def test_a_request_waits_for_the_words_of_a_manual_commit() -> None:
 
 
 def test_without_interruption_the_next_turn_is_answered_afterwards() -> None:
-    dialog = Dialog(Rules(interrupt_response=False))
+    dialog = TurnTaking(TurnPolicy(interrupt_response=False))
     run(dialog, START, PAUSE, END, WORDS, AudioStarted())
     assert run(dialog, START) == [AnnounceSpeech(500)]
     assert run(dialog, PAUSE, END, WORDS) == []
@@ -131,7 +131,7 @@ def test_without_interruption_the_next_turn_is_answered_afterwards() -> None:
 
 
 def test_cancel_stops_what_runs_and_only_that() -> None:
-    dialog = Dialog(Rules())
+    dialog = TurnTaking(TurnPolicy())
     assert run(dialog, CancelRequested()) == []
     assert run(dialog, ResponseRequested(), CancelRequested()) == [StopResponse("client_cancelled")]
     run(dialog, START, PAUSE, END)
@@ -160,7 +160,7 @@ EVENTS = st.sampled_from(
 def test_whatever_happens_responses_start_and_stop_in_turn(
     events: list[DialogEvent], create: bool, interrupt: bool
 ) -> None:
-    dialog = Dialog(Rules(create, interrupt))
+    dialog = TurnTaking(TurnPolicy(create, interrupt))
     running = False
     for event in events:
         if isinstance(event, ResponseFinished):
@@ -173,14 +173,14 @@ def test_whatever_happens_responses_start_and_stop_in_turn(
                 case StopResponse():
                     assert running, "stopped what does not run"
                     running = False
-        assert running == (dialog.bot in (Bot.THINKING, Bot.SPEAKING))
+        assert running == (dialog.bot in (AssistantState.THINKING, AssistantState.SPEAKING))
         if dialog.phase is Phase.LISTENING:
-            assert dialog.caller is Caller.SILENT
+            assert dialog.caller is CallerState.SILENT
 
 
 # --- the end of a turn that was none ---
 
-JOINING = Rules(judge_interruptions=True, rejoin_turns=True)
+JOINING = TurnPolicy(judge_interruptions=True, rejoin_turns=True)
 SOON = VoiceStarted(onset_sample=9000 + 16_000, start_sample=9000 + 12_000)
 LATE = VoiceStarted(onset_sample=9000 + 20_000, start_sample=9000 + 16_000)
 
@@ -189,48 +189,50 @@ LATE = VoiceStarted(onset_sample=9000 + 20_000, start_sample=9000 + 16_000)
 def test_who_goes_on_before_the_answer_sounds_goes_on_with_the_same_turn(
     progress: tuple[DialogEvent, ...],
 ) -> None:
-    dialog = Dialog(JOINING)
+    dialog = TurnTaking(JOINING)
     run(dialog, START, PAUSE, END, *progress)
-    assert run(dialog, SOON) == [RejoinTurn(), AnnounceSpeech(21_000)]
+    assert run(dialog, SOON) == [MergeTurns(), AnnounceSpeech(21_000)]
     assert dialog.phase is Phase.CALLER_SPEAKING and not dialog.has_response
     assert run(dialog, WORDS) == [], "the first half is not answered"
     assert run(dialog, PAUSE, END, WORDS) == [StartResponse()]
 
 
 def test_over_an_answer_that_has_begun_the_words_decide() -> None:
-    dialog = Dialog(JOINING)
+    dialog = TurnTaking(JOINING)
     run(dialog, START, PAUSE, END, WORDS, AudioStarted())
-    assert run(dialog, SOON) == [AnnounceSpeech(21_000), HoldResponse()]
-    assert run(dialog, InterruptionJudged(is_meant=True)) == [RejoinTurn()]
-    dialog = Dialog(JOINING)
+    assert run(dialog, SOON) == [AnnounceSpeech(21_000), PausePlayback()]
+    assert run(dialog, InterruptionJudged(is_meant=True)) == [MergeTurns()]
+    dialog = TurnTaking(JOINING)
     run(dialog, START, PAUSE, END, WORDS, AudioStarted(), SOON)
-    assert run(dialog, InterruptionJudged(is_meant=False)) == [DropSpeech(), ReleaseResponse()]
-    dialog = Dialog(JOINING)
+    assert run(dialog, InterruptionJudged(is_meant=False)) == [DropSpeech(), ResumePlayback()]
+    dialog = TurnTaking(JOINING)
     run(dialog, START, PAUSE, END, WORDS, AudioStarted(), SOON)
-    assert run(dialog, END) == [RejoinTurn(), CommitTurn(END)]
+    assert run(dialog, END) == [MergeTurns(), CommitTurn(END)]
 
 
-@pytest.mark.parametrize("rules", [JOINING, Rules(judge_interruptions=True)], ids=["late", "off"])
-def test_who_speaks_later_begins_a_turn(rules: Rules) -> None:
-    dialog = Dialog(rules)
+@pytest.mark.parametrize(
+    "rules", [JOINING, TurnPolicy(judge_interruptions=True)], ids=["late", "off"]
+)
+def test_who_speaks_later_begins_a_turn(rules: TurnPolicy) -> None:
+    dialog = TurnTaking(rules)
     run(dialog, START, PAUSE, END, WORDS)
     voice = LATE if rules.rejoin_turns else SOON
     assert run(dialog, voice)[1:] == [StopResponse("turn_detected")]
 
 
 def test_noise_cannot_keep_a_turn_open_for_ever() -> None:
-    dialog = Dialog(JOINING)
+    dialog = TurnTaking(JOINING)
     end, joined = END, 0
     dialog.feed(START)
     for _ in range(3):
         run(dialog, PAUSE, end, WORDS)
         onset = end.last_voiced_sample + 8_000
-        joined += RejoinTurn() in dialog.feed(VoiceStarted(onset, onset - 4_000))
+        joined += MergeTurns() in dialog.feed(VoiceStarted(onset, onset - 4_000))
         end = VoiceEnded(onset + 1_600, onset + 8_000)
     assert joined == 2
 
 
 def test_a_response_that_was_asked_for_is_not_part_of_the_turn() -> None:
-    dialog = Dialog(JOINING)
+    dialog = TurnTaking(JOINING)
     run(dialog, START, PAUSE, END, NO_WORDS, ResponseRequested("mine"))
-    assert RejoinTurn() not in dialog.feed(SOON)
+    assert MergeTurns() not in dialog.feed(SOON)

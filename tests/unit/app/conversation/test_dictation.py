@@ -14,10 +14,10 @@ import pytest
 
 from app.clock import MonotonicClock
 from app.conversation.speech import asr_scheduler as queue
-from app.conversation.speech.asr_scheduler import Recognition, Urgency
+from app.conversation.speech.asr_scheduler import AsrScheduler, Urgency
 from app.conversation.speech.batch_synthesis import read_aloud
 from app.conversation.speech.batch_transcription import Dictated, dictate
-from app.conversation.speech.tts_scheduler import Speaking
+from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.errors import RecognitionError, SynthesisError
 from audio.asr.recognizer import Transcript
 from audio.errors import ModelError, NotWantedError
@@ -75,7 +75,7 @@ async def begun(recognizer: SteppedRecognizer) -> None:
     assert await asyncio.to_thread(partial(recognizer.begun.acquire, timeout=10))
 
 
-async def all_of(recognition: Recognition, samples: Samples, **options: Any) -> list[Dictated]:
+async def all_of(recognition: AsrScheduler, samples: Samples, **options: Any) -> list[Dictated]:
     vad = cast(Any, EnergyVad())
     return [piece async for piece in dictate(recognition, vad, samples, **options)]
 
@@ -85,7 +85,7 @@ async def all_of(recognition: Recognition, samples: Samples, **options: Any) -> 
 
 async def test_a_file_is_heard_in_pieces_that_are_cut_at_pauses() -> None:
     recognizer = ScriptedRecognizer("One.", "", "Three.")
-    recognition = Recognition(cast(Any, recognizer), InlineExecutor(1))
+    recognition = AsrScheduler(cast(Any, recognizer), InlineExecutor(1))
     samples = np.concatenate([voice(6.5), np.zeros(RATE, np.float32), voice(12.0)])
     pieces = await all_of(recognition, samples, wants_words=True)
     assert [piece.text for piece in pieces] == ["One.", "", "Three."]
@@ -99,20 +99,20 @@ async def test_a_file_is_heard_in_pieces_that_are_cut_at_pauses() -> None:
 
 
 async def test_no_words_are_timed_when_nobody_asks() -> None:
-    recognition = Recognition(cast(Any, ScriptedRecognizer("One.")), InlineExecutor(1))
+    recognition = AsrScheduler(cast(Any, ScriptedRecognizer("One.")), InlineExecutor(1))
     (piece,) = await all_of(recognition, voice(1.0))
     assert piece.words == ()
 
 
 async def test_a_file_without_samples_has_no_pieces() -> None:
-    recognition = Recognition(cast(Any, ScriptedRecognizer()), InlineExecutor(1))
+    recognition = AsrScheduler(cast(Any, ScriptedRecognizer()), InlineExecutor(1))
     assert await all_of(recognition, voice(0.0)) == []
 
 
 async def test_a_failure_is_told() -> None:
     recognizer = ScriptedRecognizer("One.")
     recognizer.error = ModelError("broken")
-    recognition = Recognition(cast(Any, recognizer), InlineExecutor(1))
+    recognition = AsrScheduler(cast(Any, recognizer), InlineExecutor(1))
     with pytest.raises(RecognitionError, match="broken"):
         await all_of(recognition, voice(1.0))
 
@@ -125,7 +125,7 @@ async def test_a_piece_of_a_file_gives_way_and_is_done_again(
     pool: ThreadPoolExecutor, urgency: Urgency
 ) -> None:
     recognizer = SteppedRecognizer("the caller", "the file")
-    recognition = Recognition(cast(Any, recognizer), pool)
+    recognition = AsrScheduler(cast(Any, recognizer), pool)
     file = recognition.submit(voice(2.0), Urgency.FILE)
     await begun(recognizer)
     assert not recognition.is_busy, "for somebody who speaks"
@@ -145,7 +145,7 @@ async def test_a_piece_of_a_file_gives_way_and_is_done_again(
 async def test_no_piece_of_a_file_is_begun_while_somebody_speaks(pool: ThreadPoolExecutor) -> None:
     recognizer = SteppedRecognizer("the caller", "the file")
     recognizer.go_on.release(2)
-    recognition = Recognition(cast(Any, recognizer), pool)
+    recognition = AsrScheduler(cast(Any, recognizer), pool)
     recognition.note_following(+1)
     file = recognition.submit(voice(2.0), Urgency.FILE)
     live = recognition.submit(voice(1.0), Urgency.FINAL)
@@ -162,7 +162,7 @@ async def test_a_file_does_not_wait_for_ever(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "_FILE_PATIENCE_S", 0.05)
-    recognition = Recognition(cast(Any, ScriptedRecognizer("one", "two")), pool)
+    recognition = AsrScheduler(cast(Any, ScriptedRecognizer("one", "two")), pool)
     recognition.note_following(+1)  # and never less
     files = [recognition.submit(voice(1.0), Urgency.FILE) for _ in range(2)]
     async with asyncio.timeout(10):
@@ -175,7 +175,7 @@ async def test_what_is_finished_in_that_moment_counts(pool: ThreadPoolExecutor) 
             return super().transcribe(samples)  # does not look
 
     recognizer = Stubborn("the file", "the caller")
-    recognition = Recognition(cast(Any, recognizer), pool)
+    recognition = AsrScheduler(cast(Any, recognizer), pool)
     file = recognition.submit(voice(2.0), Urgency.FILE)
     await begun(recognizer)
     live = recognition.submit(voice(1.0), Urgency.FINAL)
@@ -188,7 +188,7 @@ async def test_what_is_finished_in_that_moment_counts(pool: ThreadPoolExecutor) 
 
 async def test_a_file_that_nobody_waits_for_is_given_up(pool: ThreadPoolExecutor) -> None:
     recognizer = SteppedRecognizer("never")
-    recognition = Recognition(cast(Any, recognizer), pool)
+    recognition = AsrScheduler(cast(Any, recognizer), pool)
     reading = asyncio.create_task(all_of(recognition, voice(30.0)))
     await begun(recognizer)
     reading.cancel()
@@ -203,7 +203,7 @@ async def test_a_file_that_nobody_waits_for_is_given_up(pool: ThreadPoolExecutor
 
 async def test_files_do_not_stand_in_the_way_of_hope(pool: ThreadPoolExecutor) -> None:
     recognizer = SteppedRecognizer("a", "b", "c")
-    recognition = Recognition(cast(Any, recognizer), pool)
+    recognition = AsrScheduler(cast(Any, recognizer), pool)
     files = [recognition.submit(voice(1.0), Urgency.FILE) for _ in range(3)]
     await begun(recognizer)
     assert recognition.num_waiting == 0
@@ -239,7 +239,7 @@ async def test_files_take_turns(pool: ThreadPoolExecutor) -> None:
     assert told[4:] == ["long"] * 3, told
 
 
-class Counted(Recognition):
+class Counted(AsrScheduler):
     """Counts what was submitted."""
 
     num_submitted = 0
@@ -278,7 +278,7 @@ async def test_a_voice_that_fails_is_told() -> None:
 
 
 async def test_callers_are_spoken_to_first(pool: ThreadPoolExecutor) -> None:
-    speaking = Speaking(pool)
+    speaking = TtsScheduler(pool)
     gate = threading.Event()
     order: list[str] = []
     running = asyncio.create_task(speaking.run(partial(gate.wait, 10), 0))

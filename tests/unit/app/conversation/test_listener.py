@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from app.conversation.input.audio_input import RATE, Listener
+from app.conversation.input.audio_input import RATE, AudioInput
 from app.conversation.session_config import SessionConfig, TurnDetection
 from audio.codecs import AudioFormat
 from audio.echo_canceller import FRAME
@@ -19,12 +19,12 @@ START_NS = 5_000_000_000
 PCM16_16K = AudioFormat("pcm16", 16_000)
 
 
-def listener(rate: int) -> Listener:
+def listener(rate: int) -> AudioInput:
     config = SessionConfig("", input_format=AudioFormat("pcm16", rate))
-    return Listener(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+    return AudioInput(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
 
 
-def speak(to: Listener, samples: np.ndarray, rate: int, packet_ms: int, late_ns: int = 0) -> None:
+def speak(to: AudioInput, samples: np.ndarray, rate: int, packet_ms: int, late_ns: int = 0) -> None:
     """Packets are sent when their last sample has been spoken, and arrive ``late_ns`` later."""
     step = rate * packet_ms // 1000
     pcm = (samples * 32767).astype("<i2")
@@ -63,7 +63,7 @@ def test_a_sample_a_message_costs_what_its_audio_costs() -> None:
         assert abs(heard.spoken_ns(sample) - true_ns) < 1_000_000, sample
 
 
-def speak_with_delays(to: Listener, delays_ms: list[int]) -> None:
+def speak_with_delays(to: AudioInput, delays_ms: list[int]) -> None:
     """Packets of 20 ms at 16 kHz, each held up by so much; none overtakes another."""
     arrived_ns = 0
     for number, delay_ms in enumerate(delays_ms):
@@ -132,7 +132,7 @@ def test_the_end_of_a_voice_is_found_to_a_few_milliseconds(phase_ms: int) -> Non
     config = SessionConfig(
         "", turn_detection=TurnDetection(), input_format=AudioFormat("pcm16", rate)
     )
-    heard = Listener(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+    heard = AudioInput(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
     speak(heard, tone.astype(np.float32), rate, 20)
     last_voiced = int(1.1 * RATE)  # the model lets go late
     found = heard.spoken_ns(find_voice_end(heard.take(0), last_voiced))
@@ -161,7 +161,7 @@ def test_the_detector_sees_every_sample_once_whatever_is_switched_on(packet: int
         )
         for reduction in (None, "far_field", None, "near_field", "far_field", None)
     ]
-    heard = Listener(cast(Any, vad), configs[0], eager_silence_ms=96, max_buffer_s=60)
+    heard = AudioInput(cast(Any, vad), configs[0], eager_silence_ms=96, max_buffer_s=60)
     dice = np.random.default_rng(0)
     signal = dice.normal(0, 0.003, 6 * RATE).astype(np.float32)
     number = 0
@@ -188,7 +188,7 @@ def test_reduced_noise_is_no_voice_and_a_voice_lies_where_it_lay() -> None:
             turn_detection=TurnDetection(kind="server_vad"),
             noise_reduction=noise_reduction,
         )
-        heard = Listener(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+        heard = AudioInput(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
         signal = np.random.default_rng(0).normal(0, 0.012, 4 * RATE).astype(np.float32)
         time_s = np.arange(RATE) / RATE
         signal[2 * RATE : 3 * RATE] += (0.3 * np.sin(2 * np.pi * 300 * time_s)).astype(np.float32)

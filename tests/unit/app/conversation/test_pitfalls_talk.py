@@ -33,7 +33,7 @@ from app.conversation.events import (
 )
 from app.conversation.response.tools import ToolBox, tool
 from app.conversation.session_config import TurnDetection
-from app.conversation.speech.asr_scheduler import BusyRecognizerError, Recognition, Urgency
+from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError, Urgency
 from audio.asr.local_agreement import Agreement, rest_after
 from audio.asr.recognizer import Transcript
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat, decode, encode
@@ -324,7 +324,7 @@ def audio(caller: int) -> Any:
 
 async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first() -> None:
     recognizer, executor = SlowRecognizer(), OneAtATime()
-    recognition = Recognition(recognizer, executor)  # type: ignore[arg-type]
+    recognition = AsrScheduler(recognizer, executor)  # type: ignore[arg-type]
     jobs = [
         recognition.submit(audio(1), Urgency.PARTIAL),
         recognition.submit(audio(2), Urgency.PARTIAL),
@@ -347,7 +347,7 @@ async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first(
 
 async def test_33_work_that_nobody_waits_for_holds_up_nobody() -> None:
     recognizer, executor = SlowRecognizer(), OneAtATime()
-    recognition = Recognition(recognizer, executor)  # type: ignore[arg-type]
+    recognition = AsrScheduler(recognizer, executor)  # type: ignore[arg-type]
     dropped = recognition.submit(audio(1), Urgency.PARTIAL)
     kept = recognition.submit(audio(2), Urgency.FINAL)
     dropped.result.cancel()  # the recogniser is at it already, and asks
@@ -361,7 +361,7 @@ async def test_33_work_that_nobody_waits_for_holds_up_nobody() -> None:
 
 async def test_33_a_full_queue_turns_the_least_urgent_away() -> None:
     recognizer, executor = SlowRecognizer(), OneAtATime()
-    recognition = Recognition(recognizer, executor, max_waiting=2)  # type: ignore[arg-type]
+    recognition = AsrScheduler(recognizer, executor, max_waiting=2)  # type: ignore[arg-type]
     running = recognition.submit(audio(1), Urgency.FINAL)
     partial = recognition.submit(audio(2), Urgency.PARTIAL)
     recognition.submit(audio(3), Urgency.FINAL)

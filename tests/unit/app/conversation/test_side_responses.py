@@ -10,7 +10,7 @@ from typing import Any
 from app.api.realtime.connection import RealtimeConnection
 from app.conversation.events import ResponseDone, SessionEvent
 from app.conversation.history import History
-from app.conversation.response.out_of_band import SideResponses
+from app.conversation.response.out_of_band import OutOfBandResponses
 from app.conversation.response.spec import ResponseRequest
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
@@ -137,7 +137,7 @@ async def test_one_whose_end_is_being_told_is_not_left_behind() -> None:
             await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
-    side = SideResponses(services, sink, "sess_1")
+    side = OutOfBandResponses(services, sink, "sess_1")
     side.start(ResponseRequest(modality="text"), History(), SessionConfig("Be."))
     await is_told.wait()
     assert len(side) == 0, "another one may be asked for"
@@ -151,7 +151,7 @@ async def test_one_that_is_ended_before_it_began_is_recorded() -> None:
     async def sink(event: SessionEvent) -> None:
         raise AssertionError(f"nothing is told of it: {event}")
 
-    side = SideResponses(services, sink, "sess_1")
+    side = OutOfBandResponses(services, sink, "sess_1")
     side.start(ResponseRequest(modality="text"), History(), SessionConfig("Be."))
     await side.close()
     (turn,) = recent(services.traces.store, 2)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from app.conversation.speech.tts_scheduler import Speaking
+from app.conversation.speech.tts_scheduler import TtsScheduler
 
 
 class Bench:
@@ -15,7 +15,7 @@ class Bench:
 
     def __init__(self, max_running: int = 1) -> None:
         self.workers = ThreadPoolExecutor(4)
-        self.queue = Speaking(self.workers, max_running)
+        self.queue = TtsScheduler(self.workers, max_running)
         self.made: list[str] = []
         self.gates: dict[str, threading.Event] = {}
 

@@ -14,8 +14,8 @@ import pytest
 from app.conversation.response.tools import (
     MAX_OUTPUT_CHARS,
     MAX_THREADS,
-    Conversation,
     ToolBox,
+    ToolContext,
     ToolError,
     tool,
 )
@@ -64,22 +64,22 @@ def test_a_signature_becomes_a_schema() -> None:
 
 
 @tool
-async def remember(what: str, talk: Conversation) -> str:
+async def remember(what: str, talk: ToolContext) -> str:
     """Keep something in mind."""
     talk.notes.setdefault("kept", []).append(what)
     return f"{talk.call_id}: {', '.join(talk.notes['kept'])}"
 
 
 @tool
-def caller(talk: Conversation) -> str:
+def caller(talk: ToolContext) -> str:
     return talk.parameters.get("from", "nobody")
 
 
 async def test_a_tool_that_asks_for_it_knows_its_conversation() -> None:
     assert list(remember.tool.parameters["properties"]) == ["what"], "the model is told nothing"
     box = ToolBox([remember, caller])
-    one = box.of(Conversation(call_id="c1", parameters={"from": "+49301"}))
-    other = box.of(Conversation(call_id="c2"))
+    one = box.of(ToolContext(call_id="c1", parameters={"from": "+49301"}))
+    other = box.of(ToolContext(call_id="c2"))
     assert (await one.run("remember", '{"what": "two"}')).output == "c1: two"
     assert (await other.run("remember", '{"what": "six"}')).output == "c2: six"
     assert (await one.plus(add).run("remember", '{"what": "salami"}')).output == "c1: two, salami"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from app.clock import MonotonicClock
-from app.conversation.input.streaming_transcriber import Transcriber
-from app.conversation.speech.asr_scheduler import Recognition
+from app.conversation.input.streaming_transcriber import StreamingTranscriber
+from app.conversation.speech.asr_scheduler import AsrScheduler
 from audio.asr.recognizer import Transcript
 from audio.frame import Samples
 from tests.support.fakes import ScriptedRecognizer
@@ -61,8 +61,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield workers
 
 
-def transcriber_of(recognizer: ScriptedRecognizer, pool: ThreadPoolExecutor) -> Transcriber:
-    return Transcriber(Recognition(recognizer, pool), MonotonicClock())  # type: ignore[arg-type]
+def transcriber_of(
+    recognizer: ScriptedRecognizer, pool: ThreadPoolExecutor
+) -> StreamingTranscriber:
+    return StreamingTranscriber(AsrScheduler(recognizer, pool), MonotonicClock())  # type: ignore[arg-type]
 
 
 async def test_a_look_in_the_dip_that_was_the_end_is_the_early_transcript(

@@ -20,7 +20,7 @@ from app.conversation.events import (
     TurnTraced,
 )
 from app.conversation.session_config import TurnDetection
-from app.conversation.speech.asr_scheduler import BusyRecognizerError, Recognition, Urgency
+from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError, Urgency
 from audio.errors import ModelError
 from tests.support.fakes import (
     ManualClock,
@@ -217,7 +217,7 @@ async def test_words_end_with_the_voice() -> None:
 async def test_only_looks_at_turns_that_go_on_come_later() -> None:
     recognizer = GatedRecognizer("first", "final", "early", "look")
     with ThreadPoolExecutor(1) as pool:
-        queue = Recognition(recognizer, pool)  # type: ignore[arg-type]
+        queue = AsrScheduler(recognizer, pool)  # type: ignore[arg-type]
         transcript = await queue.submit(samples_of_voice(0.1), Urgency.FINAL).result
         recognizer.may_finish.clear()
         done: list[str] = []
@@ -238,7 +238,7 @@ async def test_only_looks_at_turns_that_go_on_come_later() -> None:
 async def test_words_are_refused_where_too_many_wait() -> None:
     recognizer = GatedRecognizer("first", "second")
     with ThreadPoolExecutor(1) as pool:
-        queue = Recognition(recognizer, pool, max_waiting=1)  # type: ignore[arg-type]
+        queue = AsrScheduler(recognizer, pool, max_waiting=1)  # type: ignore[arg-type]
         transcript = await queue.submit(samples_of_voice(0.1), Urgency.FINAL).result
         recognizer.may_finish.clear()
         running = queue.submit(samples_of_voice(0.1), Urgency.FINAL)

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from app.access.auth import AuthenticationError, Gatekeeper, HostError, OriginError
+from app.access.auth import AuthenticationError, Authenticator, HostError, OriginError
 from app.config import Settings, load_settings
 from app.errors import ConfigError
 from app.logging_setup import session_id, setup_logging, speech_field
 
-KEYED = Gatekeeper(Settings(api_keys=("first-key", "zweiter-schlüssel")))
-OPEN = Gatekeeper(Settings())
+KEYED = Authenticator(Settings(api_keys=("first-key", "zweiter-schlüssel")))
+OPEN = Authenticator(Settings())
 
 
-def check(gate: Gatekeeper, *subprotocols: str, **headers: str) -> None:
+def check(gate: Authenticator, *subprotocols: str, **headers: str) -> None:
     gate.check(Headers(headers), subprotocols)
 
 
@@ -77,11 +77,11 @@ def test_other_pages_may_not(origin: str) -> None:
 
 
 def test_the_operator_may_allow_other_pages() -> None:
-    gate = Gatekeeper(Settings(allowed_origins=("https://App.example/",)))
+    gate = Authenticator(Settings(allowed_origins=("https://App.example/",)))
     check(gate, origin="https://app.example", host="parley.example")
     with pytest.raises(OriginError):
         check(gate, origin="http://app.example", host="parley.example")
-    check(Gatekeeper(Settings(allowed_origins=("*",))), origin="null", host="x")
+    check(Authenticator(Settings(allowed_origins=("*",))), origin="null", host="x")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_words_are_logged_only_on_request() -> None:
 def test_a_name_that_was_rebound_to_us_is_refused(
     host: str, settings: dict[str, str], is_ours: bool
 ) -> None:
-    gatekeeper = Gatekeeper(Settings.model_validate(settings))
+    gatekeeper = Authenticator(Settings.model_validate(settings))
     headers = Headers({"host": host} if host else {})
     if is_ours:
         gatekeeper.check_host(headers)

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 
 from app.clients.phone_providers import PEERS, Clear, Goodbye, Mark, Play
 from app.conversation import history
-from app.conversation.response.tools import Conversation, ToolBox, tool
+from app.conversation.response.tools import ToolBox, ToolContext, tool
 from app.transports.telephony import line as line_module
 from tests.support.leaks import Memory
 from tests.support.phone_caller import PATIENCE_S, Caller, Server, phone, phone_server
@@ -126,7 +126,7 @@ async def test_a_tool_knows_which_call_it_serves(tmp_path: Path) -> None:
     orders: list[tuple[str, str, list[str]]] = []
 
     @tool
-    async def add_pizza(kind: str, talk: Conversation) -> str:
+    async def add_pizza(kind: str, talk: ToolContext) -> str:
         talk.notes.setdefault("pizzas", []).append(kind)
         orders.append((talk.call_id, talk.session_id, list(talk.notes["pizzas"])))
         return "noted"

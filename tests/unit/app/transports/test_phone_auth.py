@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 from twilio.request_validator import RequestValidator
 
-from app.access.auth import AuthenticationError, Gatekeeper
+from app.access.auth import AuthenticationError, Authenticator
 from app.api.telephony.auth import (
     MAX_TOKENS,
     TOKEN_LIFETIME_S,
@@ -94,7 +94,7 @@ def test_a_token_is_good_once_for_its_call_and_for_a_minute() -> None:
 
 def guard(**settings: Any) -> PhoneGuard:
     known = Settings(**settings)
-    return PhoneGuard(known, Gatekeeper(known))
+    return PhoneGuard(known, Authenticator(known))
 
 
 def started(**parameters: str) -> Started:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from app.transports.telephony.detect import detect
 from app.transports.telephony.protocol import (
+    AudioReceived,
     HungUp,
     KeyPressed,
     MarkReached,
     PhoneProtocol,
     PhoneProtocolError,
-    Sound,
     Started,
 )
 from app.transports.telephony.providers import audiosocket
@@ -158,7 +158,7 @@ def test_json_streams_are_read(provider: str) -> None:
     def parse(**fields: Any) -> Any:
         return protocol.parse(json.dumps(fields))
 
-    assert parse(event="media", media=MEDIA) == Sound(AUDIO, 7)
+    assert parse(event="media", media=MEDIA) == AudioReceived(AUDIO, 7)
     assert parse(event="media", media=MEDIA | {"track": "outbound"}) is None
     assert parse(event="dtmf", dtmf={"digit": "#", "track": "inbound_track"}) == KeyPressed("#")
     assert parse(event="stop", stop={}) == HungUp("the stream was stopped")
@@ -223,7 +223,7 @@ def test_plivo_gives_checkpoints_back() -> None:
 
 def test_vonage_speaks_binary_and_json() -> None:
     protocol, _ = begun("vonage")
-    assert protocol.parse(AUDIO) == Sound(AUDIO)
+    assert protocol.parse(AUDIO) == AudioReceived(AUDIO)
     with pytest.raises(PhoneProtocolError, match="PCM16"):
         protocol.parse(AUDIO[:-1])
     dtmf = {"event": "websocket:dtmf", "digit": "5", "duration": 260}
@@ -236,7 +236,7 @@ def test_audiosocket_frames() -> None:
     call_id = uuid.uuid4()
     protocol, started = AudioSocket.begin(audiosocket.frame(0x01, call_id.bytes))
     assert started.call_id == str(call_id)
-    assert protocol.parse(audiosocket.frame(0x10, AUDIO)) == Sound(AUDIO)
+    assert protocol.parse(audiosocket.frame(0x10, AUDIO)) == AudioReceived(AUDIO)
     assert protocol.parse(audiosocket.frame(0x03, b"5")) == KeyPressed("5")
     assert protocol.parse(audiosocket.frame(0x00)) == HungUp("the peer hung up")
     assert isinstance(protocol.parse(audiosocket.frame(0xFF, b"\1")), HungUp)

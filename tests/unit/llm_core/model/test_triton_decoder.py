@@ -24,7 +24,7 @@ from llm_core.model.gpu.weights import GpuFormat
 from llm_core.model.kv_cache import KvCache
 from llm_core.model.parallel.group import PendingSum
 from llm_core.model.parallel.shards import ShardedWeights, shard_config
-from llm_core.model.torch_decoder import Decoder
+from llm_core.model.torch_decoder import TorchDecoder
 from llm_core.quant.codes import GroupedCodes
 from llm_core.quant.formats import Weight, to_float
 from llm_core.quant.linear import FormatChoice
@@ -61,7 +61,9 @@ class Pair:
         self.config = config
         floats = {name: to_float(weight) for name, weight in weights.items()}
         formats = FormatChoice("float32", "float32")
-        self.torch = Decoder(config, floats, formats, select_backend("cpu"), config.context_len)
+        self.torch = TorchDecoder(
+            config, floats, formats, select_backend("cpu"), config.context_len
+        )
         self.triton = TritonDecoder(
             config,
             weights,
@@ -277,7 +279,7 @@ def test_halves_whose_sums_overlap_give_the_same(overlap_rows: int, seed: int) -
     config = tiny_config(num_kv_heads=2, post_norms=True)
     weights: dict[str, Weight] = dict(random_weights(config, seed))
     formats = FormatChoice("float32", "float32")
-    alone = Decoder(config, weights, formats, select_backend("cpu"), config.context_len)
+    alone = TorchDecoder(config, weights, formats, select_backend("cpu"), config.context_len)
     ranks = ThreadRanks(2)
     members = [ranks.rank() for _ in range(2)]
     share = shard_config(config, 2)

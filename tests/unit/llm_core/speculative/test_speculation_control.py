@@ -10,10 +10,10 @@ from operator import mul
 import pytest
 
 from llm_core.scheduling.draft_tree import EMPTY, DraftTree
-from llm_core.speculative.control.acceptance_calibration import Truth
+from llm_core.speculative.control.acceptance_calibration import AcceptanceCalibration
 from llm_core.speculative.control.auto import AutoController
-from llm_core.speculative.control.base import Situation
-from llm_core.speculative.control.verification_cost import DraftCost, RowCost
+from llm_core.speculative.control.base import BatchState
+from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
 from llm_core.speculative.drafters.base import DraftShape
 
 MS = 1_000_000
@@ -23,8 +23,8 @@ CPU_MS = {1: 6.0, 2: 6.0, 3: 7.9, 4: 11.1, 6: 12.0, 8: 16.1, 16: 27.5, 32: 47.8}
 MEMORY_BOUND_MS = {1: 10.0, 32: 10.9}
 
 
-def cost(table_ms: dict[int, float]) -> RowCost:
-    return RowCost({rows: ms * MS for rows, ms in table_ms.items()})
+def cost(table_ms: dict[int, float]) -> VerificationCost:
+    return VerificationCost({rows: ms * MS for rows, ms in table_ms.items()})
 
 
 def test_cost_is_measured_between_and_beyond() -> None:
@@ -68,13 +68,13 @@ def test_the_load_is_known_after_a_few_steps() -> None:
 
 
 def test_a_boastful_drafter_is_believed_less() -> None:
-    truth, rng = Truth(), random.Random(1)
+    truth, rng = AcceptanceCalibration(), random.Random(1)
     for _ in range(600):
         truth.observe(0.92, is_right=rng.random() < 0.4)
         truth.observe(0.31, is_right=rng.random() < 0.3)
     assert truth.corrected(0.95) == pytest.approx(0.4, abs=0.1)
     assert truth.corrected(0.35) == pytest.approx(0.3, abs=0.1)
-    assert Truth().corrected(0.72) == pytest.approx(0.75)
+    assert AcceptanceCalibration().corrected(0.72) == pytest.approx(0.75)
 
 
 def controller(table_ms: dict[int, float], draft_ms: float = 0.3) -> AutoController:
@@ -83,7 +83,7 @@ def controller(table_ms: dict[int, float], draft_ms: float = 0.3) -> AutoControl
     )
 
 
-def second_shape(auto: AutoController, situation: Situation) -> DraftShape | None:
+def second_shape(auto: AutoController, situation: BatchState) -> DraftShape | None:
     """What is to be drafted when a first step without drafts was seen."""
     auto.shape(situation)
     auto.finished(10 * MS)
@@ -91,7 +91,7 @@ def second_shape(auto: AutoController, situation: Situation) -> DraftShape | Non
 
 
 def chosen(auto: AutoController, trees: list[DraftTree], rows: int | None = None) -> list[int]:
-    situation = Situation(len(trees), rows or len(trees))
+    situation = BatchState(len(trees), rows or len(trees))
     return [len(tree) for tree in auto.choose(trees, situation)]
 
 
@@ -112,7 +112,7 @@ def test_drafts_are_verified_as_long_as_they_gain_time() -> None:
 def test_chosen_drafts_are_trees() -> None:
     tree = DraftTree((5, 6, 7, 8), (-1, -1, 0, 1), (0.5, 0.4, 0.9, 0.1))
     for table in (CPU_MS, MEMORY_BOUND_MS):
-        (kept,) = controller(table).choose([tree], Situation(1, 1))
+        (kept,) = controller(table).choose([tree], BatchState(1, 1))
         kept.check()
         assert kept.parents[0] == -1 and kept.token_ids[0] == 5
 
@@ -134,7 +134,7 @@ class World:
         confidence = random.Random(3)  # the same whatever is drafted
         spent = tokens = 0.0
         for step in range(steps):
-            situation = Situation(self.streams, self.streams)
+            situation = BatchState(self.streams, self.streams)
             before, limit = spent, depth
             shape = None if auto is None else auto.shape(situation)
             if auto is not None:
@@ -213,7 +213,7 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
     World(CPU_MS, 0.1, overhead_ms=2.0).rate(auto)
     shapes = []
     for _ in range(2000):
-        shapes.append(auto.shape(Situation(1, 1)) is not None)
+        shapes.append(auto.shape(BatchState(1, 1)) is not None)
         auto.finished(6 * MS)
     assert 0 < sum(shapes) < 40
 
@@ -226,7 +226,7 @@ class Watched(AutoController):
         self.drafts: list[bool] = []
         self.heard: list[bool] = []
 
-    def shape(self, situation: Situation) -> DraftShape | None:
+    def shape(self, situation: BatchState) -> DraftShape | None:
         shape = super().shape(situation)
         self.drafts.append(shape is not None)
         self.heard.append(self.listens)
@@ -259,21 +259,21 @@ def test_what_begins_to_pay_is_noticed() -> None:
 def test_only_what_is_sure_is_followed() -> None:
     """A further draft takes time even where its row is free: what follows a doubtful one is not
     worth it, but the doubtful one itself is worth its row."""
-    shape = second_shape(controller(CPU_MS), Situation(1, 1))
+    shape = second_shape(controller(CPU_MS), BatchState(1, 1))
     assert shape is not None
     assert shape.least_probability < 0.05 < 0.3 < shape.least_followed
 
 
 def test_streams_that_can_wait_leave_the_step_to_a_prompt() -> None:
     auto = controller(CPU_MS)
-    assert second_shape(auto, Situation(2, 40, is_patient=True)) is None
-    assert second_shape(auto, Situation(2, 2, is_patient=True)) is not None
-    assert second_shape(auto, Situation(2, 40)) is not None
+    assert second_shape(auto, BatchState(2, 40, is_patient=True)) is None
+    assert second_shape(auto, BatchState(2, 2, is_patient=True)) is not None
+    assert second_shape(auto, BatchState(2, 40)) is not None
 
 
 def test_several_paths_are_followed_only_where_rows_are_free() -> None:
     on_cpu, on_gpu = (
-        second_shape(controller(t), Situation(1, 1)) for t in (CPU_MS, MEMORY_BOUND_MS)
+        second_shape(controller(t), BatchState(1, 1)) for t in (CPU_MS, MEMORY_BOUND_MS)
     )
     assert on_cpu is not None and on_gpu is not None
     assert (on_cpu.width, on_gpu.width) == (1, 4)
