@@ -15,7 +15,7 @@ from audio.asr import AudioSegment, WordTime
 from audio.frame import SPEECH_RATE, Samples
 from audio.vad import WINDOW_SAMPLES, VadModel
 
-# With tiny.en word errors are as many as without cuts, or fewer (docs/decisions.md); longer pieces
+# With tiny.en word errors are as many as without cuts, or fewer (docs/adr/README.md); longer pieces
 # take steps for which a caller would have to wait longer.
 _PIECE_S = 8.0
 
