@@ -196,7 +196,7 @@ def compile_decoder(*, is_smoke: bool) -> None:
 
 def compile_kernels(*, is_smoke: bool) -> None:
     """The cases of ``gpu_kernels``, in sizes that make the same variants and are soon made."""
-    from bench.gpu.kernels import Sizes, cases
+    from bench.gpu.kernel_cases import Sizes, cases
 
     small = Sizes(2048, 16, 4, 128, 2048, 128256, 256, 256, 256, 16, 256, 512)
     for make in cases(small)[: 1 if is_smoke else None]:

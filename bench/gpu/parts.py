@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from bench.gpu.kernels import SMOKE_SIZES, Case, Sizes, cases, difference, moved
+from bench.gpu.kernel_cases import SMOKE_SIZES, Case, Sizes, cases, difference, moved
 from bench.gpu.models import LLAMA_3_8B, SMOKE_MODEL, BenchModel, Form, compare_with_cpu
 from kernels.gpu import GpuOps, load_ops, measuring
 from kernels.gpu.device import has_dependent_launch

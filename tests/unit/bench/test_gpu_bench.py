@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 @pytest.mark.timeout(600)  # seconds on a quiet machine; the interpreter gets what others leave
 def test_the_whole_script_runs_in_the_interpreter(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    command = [sys.executable, "-W", "error", "bench/gpu/run.py", "--smoke", "--json", str(path)]
+    command = [sys.executable, "-W", "error", "-m", "bench.gpu.run", "--smoke", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert list(tmp_path.iterdir()) == [path], "what parts left is in the whole's file"
@@ -98,7 +98,7 @@ def parts_with(folder: Path, script: str, **changes: Any) -> run.Parts:
     program = folder / "part.py"
     program.write_text(head + script)
     parts = run.Parts(options(folder, **changes), folder)
-    parts.program = program
+    parts.program = (str(program),)
     return parts
 
 

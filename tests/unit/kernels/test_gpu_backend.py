@@ -90,7 +90,7 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     compiled = set(result.stdout.split())
-    sources = (path.read_text() for path in (ROOT / "kernels" / "gpu").glob("*.py"))
+    sources = (path.read_text() for path in (ROOT / "kernels" / "gpu").rglob("*.py"))
     kernels = {
         line.split("(")[0].removeprefix("def ")
         for source in sources
@@ -123,7 +123,7 @@ def test_kernels_that_begin_early_wait_before_they_touch_anything() -> None:
     """But for weights, which nothing writes: their beginning is fetched ahead."""
     num_early = 0
     constant = "row_at", "packed_ptr", "scale_at", "zero_at", "weight_ptr", "scale_ptr"
-    for path in (ROOT / "kernels" / "gpu").glob("*.py"):
+    for path in (ROOT / "kernels" / "gpu").rglob("*.py"):
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):
                 continue
