@@ -20,7 +20,6 @@ from app.conversation.events import (
 from app.conversation.ids import new_id
 from app.conversation.response.out_of_band import OutOfBandResponses
 from app.conversation.response.spec import ResponseRequest
-from app.conversation.response.tools import ToolBox, ToolContext, tool
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import (
@@ -38,6 +37,7 @@ from app.conversation.speech.batch_transcription import Dictated, dictate
 from app.conversation.speech.filler import Filler
 from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.conversation.tasks import Tasks
+from app.conversation.tools import ToolBox, ToolContext, tool
 from app.conversation.warm_up import warm_up
 
 __all__ = [

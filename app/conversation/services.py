@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from app.config import Settings
 from app.conversation.eager_admission import EagerAdmission
-from app.conversation.response.tools import ToolBox
 from app.conversation.speech.asr_scheduler import AsrScheduler
 from app.conversation.speech.filler import Filler
 from app.conversation.speech.tts_scheduler import TtsScheduler
+from app.conversation.tools import ToolBox
 from app.observe import LoopLag, Metrics, TraceWriter
 from app.routing import LlmEngine, Rollout
 from audio.endpointing import TurnModel

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from app.config import Settings
 from app.conversation.eager_admission import EagerAdmission
 from app.conversation.events import SessionEvent
-from app.conversation.response.tools import ToolBox
 from app.conversation.services import Services
 from app.conversation.speech.asr_scheduler import AsrScheduler
 from app.conversation.speech.tts_scheduler import TtsScheduler
+from app.conversation.tools import ToolBox
 from app.observe.loop_lag import LoopLag
 from app.observe.metrics import Metrics
 from app.observe.query import TraceFilter, TraceQuery

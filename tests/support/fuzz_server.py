@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from websockets.asyncio.client import ClientConnection, connect
 
 from app.api.telephony.routes import audiosocket
-from app.conversation.response.tools import ToolBox, tool
+from app.conversation.tools import ToolBox, tool
 from app.server.lifecycle import listening
 from app.server.routes import create_app
 from tests.support.busy import Stopwatch

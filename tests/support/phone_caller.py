@@ -26,7 +26,7 @@ from app.clients.phone_providers import (
     Play,
     new_call_id,
 )
-from app.conversation.response.tools import ToolBox
+from app.conversation.tools import ToolBox
 from app.server.lifecycle import create_app, listening
 from audio.codecs import decode, encode
 from tests.support.fakes import ScriptedEngine, ScriptedRecognizer, fake_services

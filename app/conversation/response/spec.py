@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from app.conversation.events import Item, Response
 from app.conversation.history import History
 from app.conversation.ids import new_id
-from app.conversation.response.tools import ToolBox
 from app.conversation.session_config import Modality, SessionConfig, Tool, ToolChoice
+from app.conversation.tools import ToolBox
 from app.errors import ClientError
 from app.observe import TurnTrace
 from llm_core import ChatMessage

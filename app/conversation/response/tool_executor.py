@@ -21,9 +21,9 @@ import msgspec
 from app.clock import Clock
 from app.conversation.events import Item, ToolCall
 from app.conversation.response.output import Output
-from app.conversation.response.tools import Outcome
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig, ToolChoice
+from app.conversation.tools import Outcome
 from llm_core import (
     ChatMessage,
     Guide,

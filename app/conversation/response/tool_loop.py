@@ -17,9 +17,9 @@ from app.conversation.response.llm_stream import LlmStream
 from app.conversation.response.metrics import TurnRecord
 from app.conversation.response.output import Output
 from app.conversation.response.tool_executor import ToolExecutor
-from app.conversation.response.tools import Outcome, choice_after_results
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
+from app.conversation.tools import Outcome, choice_after_results
 from audio.text import SpokenText
 from llm_core import ChatMessage, FirstToken, GenerationDone, TextDelta
 

@@ -10,7 +10,7 @@ from typing import Any
 from app.api.realtime.connection import RealtimeConnection
 from app.api.realtime.server_events import Speaker, WireMapper
 from app.conversation import events as e
-from app.conversation.response.tools import ToolBox, ToolError, tool
+from app.conversation.tools import ToolBox, ToolError, tool
 from tests.support.fake_realtime import FakeChannel
 from tests.support.fakes import ScriptedEngine, fake_services
 from tests.support.openai_events import check_server_event

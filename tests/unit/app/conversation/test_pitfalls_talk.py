@@ -31,9 +31,9 @@ from app.conversation.events import (
     TranscriptionCompleted,
     TranscriptionDelta,
 )
-from app.conversation.response.tools import ToolBox, tool
 from app.conversation.session_config import TurnDetection
 from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError, Urgency
+from app.conversation.tools import ToolBox, tool
 from audio.asr.local_agreement import Agreement, rest_after
 from audio.asr.recognizer import Transcript
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat, decode, encode

@@ -18,10 +18,10 @@ import pytest
 
 from app.config import load_settings
 from app.conversation.events import ResponseDone
-from app.conversation.response.tools import ToolBox
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import SessionConfig
+from app.conversation.tools import ToolBox
 from app.errors import ConfigError
 from app.observe.canary_statistics import CanaryJudge, CanaryRules, verdict_of, worse_by_chance
 from app.observe.trace import FACTS

@@ -21,8 +21,8 @@ from app.conversation.events import (
     ToolOutput,
 )
 from app.conversation.response.spec import ResponseRequest
-from app.conversation.response.tools import ToolBox, ToolError, tool
 from app.conversation.session_config import SessionConfig, Tool, ToolChoice
+from app.conversation.tools import ToolBox, ToolError, tool
 from app.errors import ClientError
 from llm_core import ChatMessage, RegexGuide, ToolGuide
 from tests.support.fakes import ScriptedEngine, recent, settle, silence, voice

@@ -11,7 +11,8 @@ from typing import Literal
 
 import pytest
 
-from app.conversation.response.tools import (
+from app.conversation.session_config import SessionConfig, Tool, ToolChoice
+from app.conversation.tools import (
     MAX_OUTPUT_CHARS,
     MAX_THREADS,
     ToolBox,
@@ -19,7 +20,6 @@ from app.conversation.response.tools import (
     ToolError,
     tool,
 )
-from app.conversation.session_config import SessionConfig, Tool, ToolChoice
 from app.errors import ConfigError
 from tests.support.busy import Stopwatch
 
@@ -226,7 +226,7 @@ def test_what_a_session_is_offered() -> None:
 def test_the_module_may_lie_where_the_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "from app.conversation.response.tools import tool\n@tool\ndef here() -> str: ...\n"
+    source = "from app.conversation.tools import tool\n@tool\ndef here() -> str: ...\n"
     (tmp_path / "tools_of_here.py").write_text(source)
     (tmp_path / "json.py").write_text("raise RuntimeError('not the json that is meant')\n")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -238,7 +238,7 @@ def test_the_module_may_lie_where_the_server_is_started(
 
 def test_tools_are_loaded_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tools.py").write_text(
-        "from app.conversation.response.tools import tool\n"
+        "from app.conversation.tools import tool\n"
         "@tool\ndef one() -> int:\n    'One.'\n    return 1\n"
         "@tool\ndef two() -> int:\n    'Two.'\n    return 2\n"
     )

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 
 from app.clients.phone_providers import PEERS, Clear, Goodbye, Mark, Play
 from app.conversation import history
-from app.conversation.response.tools import ToolBox, ToolContext, tool
+from app.conversation.tools import ToolBox, ToolContext, tool
 from app.transports.telephony import line as line_module
 from tests.support.leaks import Memory
 from tests.support.phone_caller import PATIENCE_S, Caller, Server, phone, phone_server

@@ -2,7 +2,7 @@
 
 An operator writes a module and names it in ``PARLEY_TOOLS``::
 
-    from app.conversation.response.tools import ToolError, tool
+    from app.conversation.tools import ToolError, tool
 
     @tool(timeout_s=3.0)
     async def weather(city: str, days: int = 1) -> str:
