@@ -66,7 +66,7 @@ async def test_closed_in_the_round_in_which_a_held_answer_is_taken() -> None:
 
         def start_and_close(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
             task = start(work)
-            if work.__qualname__ == "Responses._run":  # before its first step
+            if work.__qualname__ == "ResponseManager._run":  # before its first step
                 closing.append(asyncio.ensure_future(c.session.close()))
                 task.cancel()
             return task
