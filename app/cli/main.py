@@ -18,6 +18,7 @@ from rich.text import Text
 
 from app import __version__
 from app.cli.bench import bench_app
+from app.cli.config import config
 from app.cli.models import HomeOption, configured_models, fetch_models, models_app
 from app.cli.quantize import distill, quantize, shorten
 from app.cli.traces import traces_app
@@ -351,6 +352,7 @@ cli.command()(shorten)
 cli.command()(quantize)
 cli.command()(distill)
 cli.command()(train_eagle)
+cli.command()(config)
 
 
 @cli.command()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
+from typer.testing import CliRunner
 
+from app.cli.config import to_markdown
+from app.cli.main import cli
 from app.config import Settings, load_settings, unknown_variables
 from app.errors import ConfigError
 from tests.support.paths import ROOT
@@ -47,24 +48,27 @@ def test_a_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(error.value.message) < 1_000
 
 
-def test_the_readme_tells_the_defaults() -> None:
-    told: dict[str, str] = {}
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `PARLEY_"):
-            names, default, _ = (cell.strip() for cell in line.strip("| ").split(" | ", 2))
-            defaults = default.split(", ") if ", " in names and ", " in default else [default] * 9
-            told |= zip(re.findall("PARLEY_([A-Z0-9_]+)", names), defaults, strict=False)
-    assert len(told) > 30, "the table of settings was not found"
-    wrong = {}
-    for name, default in told.items():
-        field = Settings.model_fields[name.lower()]  # KeyError: there is no such setting
-        value = field.get_default(call_default_factory=True)
-        words = [",".join(value)] if isinstance(value, tuple) else [f"{value}".lower()]
-        words += [f"{value:g}"] if isinstance(value, float) else []
-        if default not in (words if value not in (None, "", ()) else ["none"]):
-            wrong[name] = default
-    in_words = {"INSTRUCTIONS", "LLM_MODEL", "ASR_MODEL", "TTS_MODEL", "LLM_THREADS", "HOME"}
-    assert wrong.keys() == in_words | {"NATIVE_DIR"}, wrong
+def test_the_configuration_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == to_markdown(), "run: parley config --markdown > docs/configuration.md"
+
+
+def test_every_setting_has_a_description_that_is_a_sentence() -> None:
+    for name, field in Settings.model_fields.items():
+        text = field.description or ""
+        assert text and text[0].isupper() and text.endswith("."), name
+
+
+def test_the_settings_in_force_are_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARLEY_API_KEYS", "sk-one")
+    monkeypatch.setenv("PARLEY_ICE_SERVERS", "turn:user:pass@host")
+    monkeypatch.setenv("PARLEY_PORT", "9001")
+    result = CliRunner().invoke(cli, ["config", "--changed"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()[1:]]
+    assert ["PARLEY_PORT", "9001", "8080"] in rows
+    assert ["PARLEY_API_KEYS", "(set)"] in rows and ["PARLEY_ICE_SERVERS", "(set)"] in rows
+    assert "sk-one" not in result.output and "pass" not in result.output
 
 
 def test_a_slip_of_the_pen_is_told() -> None:
