@@ -23,6 +23,7 @@ import inspect
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,3 +322,16 @@ async def _in_thread(work: Callable[[], Any], on_end: Callable[[], None]) -> Any
 def choice_after_results(choice: ToolChoice) -> ToolChoice:
     """A demand to call a tool is met by the first round of calls; then the model may speak."""
     return ToolChoice() if choice.kind in ("required", "function") else choice
+
+
+def __getattr__(name: str) -> Any:
+    """The former name of ``ToolContext`` works for one more release."""
+    if name == "Conversation":
+        warnings.warn(
+            "app.conversation.tools.Conversation is now called ToolContext; "
+            "the old name goes in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return ToolContext
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -330,9 +330,39 @@ def test_top_level_is_fixed() -> None:
     expect_none({path.parts[0] for path in listed_by_git()} - TOP_LEVEL, "not in TOP_LEVEL")
 
 
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_paths_in_documents_exist() -> None:
+    """Files and folders of the project that a document names, and the targets of its links."""
+    named = re.compile(r"`((?:app|audio|llm_core|kernels|bench|tests|docs|web_demo)/[\w./-]+)`")
+    linked = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+    def wrong() -> Iterator[str]:
+        for document in documents():
+            text = document.read_text(encoding="utf-8")
+            shown = document.relative_to(ROOT)
+            if "adr" in shown.parts:
+                continue  # records tell what was the case when they were written
+            for path in named.findall(text):
+                if not re.search("[A-Z]{3}", path) and not (ROOT / path).exists():
+                    yield f"{shown}: {path}"
+            for path in linked.findall(text):
+                if not (document.parent / path).exists():
+                    yield f"{shown}: link to {path}"
+
+    expect_none(wrong(), "named in a document and not there")
+
+
+def test_readme_is_short_and_the_glossary_too() -> None:
+    assert (ROOT / "README.md").stat().st_size < 10_000
+    glossary = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary")[1]
+    assert sum(line.startswith("| ") for line in glossary.splitlines()) <= 25
+
+
 def test_documents_have_no_placeholders() -> None:
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     expect_none(
-        (str(d.relative_to(ROOT)) for d in documents if "@@" in d.read_text(encoding="utf-8")),
+        (str(d.relative_to(ROOT)) for d in documents() if "@@" in d.read_text(encoding="utf-8")),
         "with a placeholder (@@)",
     )

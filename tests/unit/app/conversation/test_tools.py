@@ -255,3 +255,9 @@ def test_tools_are_loaded_from_a_module(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         with pytest.raises(ConfigError, match=why):
             ToolBox.load(place)
+
+
+def test_the_former_name_of_the_tool_context_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="is now called ToolContext"):
+        from app.conversation.tools import Conversation
+    assert Conversation is ToolContext
