@@ -21,21 +21,44 @@ MAX_CHARS = 4_000_000
 
 @dataclass(slots=True)
 class SpokenRecord:
-    """How the words of an assistant item lie in its audio, and how much of it was heard.
+    """The words of an assistant item over its audio, and how much of it was heard.
 
-    ``sent_samples``: audio that went to the client, at ``rate`` Hz.
+    All counts are samples at ``rate`` Hz::
+
+        [0, sent) heard, or in the client's player | [sent, furthest) discarded by a pause
+
+    Discarded audio is sent again when playback resumes.
     """
 
     rate: int
     timeline: PlayoutTimeline = field(default_factory=PlayoutTimeline)
     sent_samples: int = 0
+    furthest_samples: int = 0
+    """The largest position that was ever sent; a pause does not lower it."""
+    delivered_samples: int = 0
+    """All audio sent for this item, with what was sent twice after a pause."""
     kept_samples: int | None = None
-    """Where history was cut; None: not cut. Only the client may move it on."""
+    """Where history was cut; None: not cut. Only the client may move it forward."""
+
+    def send(self, num_samples: int) -> None:
+        """Count audio that is sent now, at position ``sent_samples``."""
+        self.sent_samples += num_samples
+        self.delivered_samples += num_samples
+        self.furthest_samples = max(self.furthest_samples, self.sent_samples)
+
+    def discard_after(self, num_samples: int) -> None:
+        """The player discards what lies after ``num_samples``; it may be sent again."""
+        self.sent_samples = min(self.sent_samples, num_samples)
 
     @property
     def sent_ms(self) -> int:
         """Length of the audio that the client has."""
         return self.sent_samples * 1000 // self.rate
+
+    @property
+    def delivered_ms(self) -> int:
+        """Length of all audio that the client received for the item."""
+        return self.delivered_samples * 1000 // self.rate
 
 
 @dataclass(slots=True)
@@ -159,10 +182,17 @@ class History:
                 kept = entry.spoken.kept_samples
                 _set_heard(entry, heard_samples if kept is None else min(heard_samples, kept))
 
-    def truncate(self, item_id: str, content_index: int, audio_end_ms: int) -> None:
-        """The client says how much was heard; it knows better than we do.
+    def truncate(
+        self, item_id: str, content_index: int, audio_end_ms: int, *, may_extend: bool = True
+    ) -> None:
+        """Cut an item where the client says that its playback ended.
 
-        Raises ClientError when the item is unknown, has no audio, or less than ``audio_end_ms``.
+        A client that owns the playback knows better than the server's estimate: its position also
+        replaces an earlier cut that was shorter. Where the transport plays (``may_extend`` False),
+        the shorter one of both stays.
+
+        Raises ClientError when the item is unknown or has no audio, or when ``audio_end_ms`` lies
+        beyond all audio that was ever sent for it, whatever was discarded of that meanwhile.
         """
         if item_id in self._withdrawn:
             return
@@ -179,14 +209,17 @@ class History:
                 code="invalid_value",
                 param="content_index",
             )
-        sent_ms = entry.spoken.sent_ms
-        if audio_end_ms > sent_ms:
+        delivered_ms = entry.spoken.delivered_ms
+        if audio_end_ms > delivered_ms:
             raise ClientError(
-                f"Audio content of {sent_ms}ms is already shorter than {audio_end_ms}ms",
+                f"Audio content of {delivered_ms}ms is already shorter than {audio_end_ms}ms",
                 code="invalid_value",
                 param="audio_end_ms",
             )
-        _set_heard(entry, audio_end_ms * entry.spoken.rate // 1000)
+        heard = audio_end_ms * entry.spoken.rate // 1000
+        if not may_extend and entry.spoken.kept_samples is not None:
+            heard = min(heard, entry.spoken.kept_samples)
+        _set_heard(entry, heard)
 
     def messages(self, instructions: str, tools: tuple[ToolSpec, ...] = ()) -> list[ChatMessage]:
         """The conversation for the model, which may call ``tools``.
@@ -301,7 +334,7 @@ def _result_of(call: ToolCall, outputs: dict[str, _Entry]) -> tuple[str, list[_E
 def _set_heard(entry: _Entry, heard_samples: int) -> None:
     assert entry.spoken is not None
     part = entry.item.content[0]
-    heard = entry.spoken.kept_samples = min(heard_samples, entry.spoken.sent_samples)
+    heard = entry.spoken.kept_samples = min(heard_samples, entry.spoken.furthest_samples)
     part.text = entry.spoken.timeline.heard_text(heard)
     part.audio_ms = heard * 1000 / entry.spoken.rate
     entry.item.status = "incomplete"

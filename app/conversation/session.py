@@ -228,9 +228,11 @@ class Session:
         self._history.delete(item_id)
         await self._sink(ItemDeleted(item_id))
 
-    async def truncate_item(self, item_id: str, content_index: int, audio_end_ms: int) -> None:
-        """Cut a spoken answer to what the client says was heard. Raises ClientError."""
-        self._history.truncate(item_id, content_index, audio_end_ms)
+    async def truncate_item(
+        self, item_id: str, content_index: int, audio_end_ms: int, *, may_extend: bool = True
+    ) -> None:
+        """Cut a spoken answer to what was heard, as in ``History.truncate``. Raises ClientError."""
+        self._history.truncate(item_id, content_index, audio_end_ms, may_extend=may_extend)
         await self._sink(ItemTruncated(item_id, content_index, audio_end_ms))
 
     # --- responses ---

@@ -263,7 +263,12 @@ class RealtimeConnection:
             case ev.ItemDelete():
                 await session.delete_item(event.item_id)
             case ev.ItemTruncate():
-                await session.truncate_item(event.item_id, event.content_index, event.audio_end_ms)
+                await session.truncate_item(
+                    event.item_id,
+                    event.content_index,
+                    event.audio_end_ms,
+                    may_extend=self._audio_out is None,  # else the transport knows what was played
+                )
             case ev.ResponseCreate():
                 await self._respond(session, event.response or ev.ResponseParams())
             case ev.ResponseCancel():

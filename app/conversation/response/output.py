@@ -221,7 +221,7 @@ class Output:
         audio = encode(chunk.samples, self._format)
         sounds_ns = self.playout.sent(len(chunk.samples), self._clock.now_ns())
         self._unheard.append(chunk)
-        spoken.sent_samples += len(chunk.samples)
+        spoken.send(len(chunk.samples))
         if spoken.kept_samples is None:
             item.content[0].audio_ms = spoken.sent_ms
         self._forget_heard()
@@ -249,8 +249,7 @@ class Output:
         self._unheard.clear()
         self._to_repeat.extendleft(reversed(lost))
         for message in self._messages:
-            sent = max(0, heard - message.start_sample)
-            message.spoken.sent_samples = min(message.spoken.sent_samples, sent)
+            message.spoken.discard_after(max(0, heard - message.start_sample))
         return True
 
     async def release(self) -> None:

@@ -90,7 +90,7 @@ def response_is_active() -> ClientError:
 def no_active_response(response_id: str | None) -> ClientError:
     """The refusal to cancel what does not run."""
     return ClientError(
-        "there is no active response to cancel"
+        "Cancellation failed: no active response found"
         + (f" with the id {response_id!r}" if response_id else ""),
         code="response_cancel_not_active",
         param="response_id" if response_id else None,

@@ -88,7 +88,7 @@ async def test_each_event_reaches_the_session() -> None:
             ("clear_audio",),
             ("add_item", item, None),
             ("delete_item", "i1"),
-            ("truncate_item", "i2", 0, 30),
+            ("truncate_item", "i2", 0, 30, {"may_extend": True}),
             (
                 "create_response",
                 ResponseRequest(modality="text"),

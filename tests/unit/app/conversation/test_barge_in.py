@@ -10,7 +10,10 @@ import pytest
 
 from app.conversation.events import (
     InputCommitted,
+    Item,
+    ItemTruncated,
     OutputAudio,
+    OutputDone,
     PlaybackCut,
     ResponseDone,
     ResponseStarted,
@@ -18,6 +21,7 @@ from app.conversation.events import (
     SpeechStopped,
 )
 from app.conversation.session_config import TurnDetection
+from app.errors import ClientError
 from audio.codecs import PCM16_24K, decode
 from audio.endpointing.backchannel import is_backchannel, is_repeated
 from llm_core import ChatMessage
@@ -344,3 +348,72 @@ class Player:
             if at >= len(LONG):
                 break
         return timeline.heard_text(num_samples).strip()
+
+
+def received_ms(c: Call, item_id: str) -> int:
+    """Audio that a client got for an item, counted as stock clients count it."""
+    return sum(len(e.audio) // 2 for e in c.out.of(OutputAudio) if e.item_id == item_id) // 24
+
+
+async def interrupted(c: Call, speech_s: float) -> Item:
+    """An answer is spoken, and a voice of ``speech_s`` lies over it."""
+    await c.ask()
+    await c.hear(silence(0.5) + voice(speech_s))
+    return c.out.of(ResponseStarted)[0].response.output[0]
+
+
+@pytest.mark.parametrize("speech_s", [0.12, 0.2, 0.6, 1.5], ids=["held", "held", "cut", "answered"])
+async def test_a_client_may_truncate_anywhere_in_what_it_received(speech_s: float) -> None:
+    """Stock clients truncate at every voice, at the position that their player had."""
+    async with semantic(ScriptedEngine(LONG, "Sure."), "Count, please.", "Stop.") as c:
+        item = await interrupted(c, speech_s)
+        received = received_ms(c, item.id)
+        for audio_end_ms in (received, received - 100, received - 100, 300, received, 0):
+            await c.session.truncate_item(item.id, 0, audio_end_ms)
+            told = c.out.of(ItemTruncated)[-1]
+            assert (told.item_id, told.audio_end_ms) == (item.id, audio_end_ms)
+            assert item.content[0].audio_ms == audio_end_ms
+        with pytest.raises(ClientError, match=rf"of {received}ms is already shorter than"):
+            await c.session.truncate_item(item.id, 0, received + 1)
+
+
+async def test_a_client_that_heard_more_than_the_server_believed_extends_the_history() -> None:
+    async with semantic(ScriptedEngine(LONG, "Sure."), "Count, please.", "Stop.") as c:
+        item = await interrupted(c, 1.5)
+        believed = c.messages()[1].content
+        await c.session.truncate_item(item.id, 0, received_ms(c, item.id))
+        heard = c.messages()[1].content
+        assert heard.startswith(believed) and len(heard) > len(believed)
+        assert LONG.startswith(heard)
+
+
+async def test_audio_that_was_sent_again_after_a_pause_counts_as_received() -> None:
+    async with semantic(ScriptedEngine(LONG), "Count, please.", "Mhm.") as c:
+        item = await interrupted(c, 0.2)
+        await c.hear(silence(0.6))
+        await c.clock.advance(30)
+        received = received_ms(c, item.id)
+        assert received > c.out.of(OutputDone)[0].item.content[0].audio_ms, "some came twice"
+        await c.session.truncate_item(item.id, 0, received)
+        assert c.messages()[1].content == LONG, "all of it was heard"
+
+
+async def test_items_of_earlier_answers_may_be_truncated() -> None:
+    async with semantic(ScriptedEngine(LONG, "Sure."), "Count, please.", "Stop.") as c:
+        item = await interrupted(c, 1.5)
+        await c.hear(silence(1.5))
+        await c.clock.advance(5)
+        assert len(c.out.of(ResponseDone)) == 2
+        await c.session.truncate_item(item.id, 0, received_ms(c, item.id))
+        assert c.out.of(ItemTruncated)[-1].item_id == item.id
+
+
+async def test_where_the_transport_plays_a_client_cannot_extend_what_was_heard() -> None:
+    async with semantic(ScriptedEngine(LONG, "Sure."), "Count, please.", "Stop.") as c:
+        item = await interrupted(c, 1.5)
+        heard_ms = item.content[0].audio_ms
+        received = received_ms(c, item.id)
+        await c.session.truncate_item(item.id, 0, received, may_extend=False)
+        assert item.content[0].audio_ms == heard_ms < received
+        await c.session.truncate_item(item.id, 0, 200, may_extend=False)
+        assert item.content[0].audio_ms == 200
