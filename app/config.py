@@ -481,6 +481,18 @@ class Settings(BaseSettings):
         ge=64 * 1024,
         description="Maximum size of a WebSocket message; a larger one closes the connection.",
     )
+    max_chat_requests: int = Field(
+        default=128,
+        ge=1,
+        description="Concurrent chat completion requests; one API key may have half of them.",
+    )
+    max_chat_requests_per_minute: int = Field(
+        default=1200,
+        ge=1,
+        description=(
+            "Chat requests per minute for one API key, or for one address where no key is required."
+        ),
+    )
     max_audio_requests: int = Field(
         default=4,
         ge=1,

@@ -85,7 +85,7 @@ class Authenticator:
 
     def check(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Principal:
         """For holders of an API key. Raises AuthenticationError or OriginError."""
-        self._check_origin(headers)
+        self.check_origin(headers)
         return self._check_key(_keys_in(headers, subprotocols))
 
     def check_caller(self, headers: Headers, subprotocols: Iterable[str] = ()) -> Principal:
@@ -93,7 +93,7 @@ class Authenticator:
 
         Raises AuthenticationError or OriginError.
         """
-        self._check_origin(headers)
+        self.check_origin(headers)
         keys = _keys_in(headers, subprotocols)
         secret = next((key for key in keys if key.startswith(SECRET_PREFIX)), None)
         if secret is None:
@@ -118,6 +118,20 @@ class Authenticator:
                 "adds the name to PARLEY_ALLOWED_HOSTS."
             )
 
+    def check_origin(self, headers: Headers) -> None:
+        """Raises OriginError for a page of another site that is not allowed to connect."""
+        origin = headers.get("origin")
+        if origin is None or self._any_origin:
+            return  # not a browser, or the operator does not mind
+        normal = _normal(origin)
+        if normal in self._origins:
+            return
+        # TLS may end at a proxy, so the schemes may differ; the host may not.
+        host = _split(normal).netloc
+        if host and host == headers.get("host", "").lower():
+            return
+        raise OriginError(f"Pages of {origin[:200]!r} may not connect to this server.")
+
     def _check_key(self, keys: list[str]) -> Principal:
         if not self._digests:
             return _ANYONE
@@ -137,19 +151,6 @@ class Authenticator:
         for expected in self._digests:
             known |= hmac.compare_digest(digest, expected)
         return known
-
-    def _check_origin(self, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is None or self._any_origin:
-            return  # not a browser, or the operator does not mind
-        normal = _normal(origin)
-        if normal in self._origins:
-            return
-        # TLS may end at a proxy, so the schemes may differ; the host may not.
-        host = _split(normal).netloc
-        if host and host == headers.get("host", "").lower():
-            return
-        raise OriginError(f"Pages of {origin[:200]!r} may not connect to this server.")
 
 
 def _keys_in(headers: Headers, subprotocols: Iterable[str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""How fast one key may open sessions and send messages.
+"""How fast one key may open sessions, ask for completions and send messages.
 
-Sessions above the limit are refused with a hint when to come again. Messages above it are read
-later, so that nothing that was sent is lost: a caller who sends too much waits, nobody else does.
+Sessions and requests above the limit are refused with a hint when to come again. Messages above it
+are read later, so that nothing that was sent is lost: a caller who sends too much waits, nobody
+else does.
 """
 
 from __future__ import annotations
@@ -85,27 +86,44 @@ class TokenBucket:
         self._at_s = now_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """What one owner may do."""
+
+    sessions: TokenBucket
+    chats: TokenBucket
+    messages: TokenBucket
+
+    def are_full(self, now_s: float) -> bool:
+        return all(b.is_full(now_s) for b in (self.sessions, self.chats, self.messages))
+
+
 class RateLimits:
-    """One bucket of sessions and one of messages for each owner."""
+    """Sessions, chat requests and messages of each owner."""
 
     def __init__(self, settings: Settings, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._sessions_per_minute = settings.max_sessions_per_minute
+        self._chats_per_minute = settings.max_chat_requests_per_minute
         self._messages_per_s = settings.max_messages_per_s
         self._clock_s = clock_s
-        self._buckets: OrderedDict[str, tuple[TokenBucket, TokenBucket]] = OrderedDict()
+        self._buckets: OrderedDict[str, _Buckets] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def check_session(self, owner: str) -> None:
         """Count a new session. Raises RateLimitedError."""
-        sessions, _ = self._of(owner)
-        wait_s = sessions.try_take(self._clock_s())
+        self._take(self._of(owner).sessions, f"{self._sessions_per_minute} sessions")
+
+    def check_chat(self, owner: str) -> None:
+        """Count a new chat request. Raises RateLimitedError."""
+        self._take(self._of(owner).chats, f"{self._chats_per_minute} chat requests")
+
+    def _take(self, bucket: TokenBucket, limit: str) -> None:
+        wait_s = bucket.try_take(self._clock_s())
         if wait_s:
             raise RateLimitedError(
-                f"More than {self._sessions_per_minute} sessions a minute: try again in "
-                f"{math.ceil(wait_s)} s.",
-                wait_s,
+                f"More than {limit} a minute: try again in {math.ceil(wait_s)} s.", wait_s
             )
 
     def pacer(self, owner: str) -> RateLimiter:
@@ -114,19 +132,21 @@ class RateLimits:
 
     def messages_of(self, owner: str) -> TokenBucket:
         """What ``owner`` may send, over all its connections."""
-        return self._of(owner)[1]
+        return self._of(owner).messages
 
     def now_s(self) -> float:
         """On the clock of the buckets."""
         return self._clock_s()
 
-    def _of(self, owner: str) -> tuple[TokenBucket, TokenBucket]:
+    def _of(self, owner: str) -> _Buckets:
         if owner not in self._buckets:
             now_s, per_s = self._clock_s(), self._messages_per_s
-            sessions = TokenBucket(self._sessions_per_minute / 60, self._sessions_per_minute, now_s)
-            messages = TokenBucket(per_s, per_s * _MESSAGE_BURST_S, now_s)
             self._forget_idle(now_s)
-            self._buckets[owner] = (sessions, messages)
+            self._buckets[owner] = _Buckets(
+                TokenBucket(self._sessions_per_minute / 60, self._sessions_per_minute, now_s),
+                TokenBucket(self._chats_per_minute / 60, self._chats_per_minute, now_s),
+                TokenBucket(per_s, per_s * _MESSAGE_BURST_S, now_s),
+            )
             if len(self._buckets) > MAX_OWNERS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(owner)
@@ -136,7 +156,7 @@ class RateLimits:
         """Those who were seen longest ago, up to one who still owes something."""
         while self._buckets:
             owner, buckets = next(iter(self._buckets.items()))
-            if not all(bucket.is_full(now_s) for bucket in buckets):
+            if not buckets.are_full(now_s):
                 return
             del self._buckets[owner]
 
@@ -158,6 +178,11 @@ class RateLimiter:
                 self._was_told = True
                 logger.warning("client sends too fast; it is read later")
             await asyncio.sleep(wait_s)
+
+    def owe(self, num_bytes: int) -> None:
+        """Count an answer of ``num_bytes`` as well: the next message waits until that is paid."""
+        messages = self._limits.messages_of(self._owner)
+        messages.take(num_bytes // BYTES_A_MESSAGE, self._limits.now_s())
 
     def state(self) -> RateState:
         """How many messages may be sent at once now."""

@@ -1,6 +1,7 @@
 """The turns and where their time went: lists, statistics, and what clients report.
 
-The database is read in worker threads, not on the event loop: most handlers are plain functions.
+The database is read and answers are rendered in worker threads, not on the event loop: most
+handlers are plain functions.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from app.api.http.body import read_body
+from app.api.http.body import read_parsed
 from app.api.validation import WireModel, parse_body
 from app.errors import ClientError
 from app.observe import LANES, OUTCOMES, TraceFilter, TraceQuery, TraceWriter, period_ms
@@ -119,18 +122,20 @@ def traces_router(traces: TraceWriter) -> APIRouter:
         chosen: Chosen,
         limit: Limit = 50,
         cursor: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-    ) -> dict[str, Any]:
+    ) -> Response:
         page = query.page(chosen, limit, cursor)
-        return {
-            "object": "list",
-            "data": page.turns,
-            "has_more": page.next_cursor is not None,
-            "next_cursor": page.next_cursor,
-        }
+        return _rendered(
+            {
+                "object": "list",
+                "data": page.turns,
+                "has_more": page.next_cursor is not None,
+                "next_cursor": page.next_cursor,
+            }
+        )
 
     @router.get("/conversations", dependencies=[Depends(_takes("limit"))])
-    def list_conversations(chosen: Chosen, limit: Limit = 50) -> dict[str, Any]:
-        return {"object": "list", "data": query.conversations(chosen, limit)}
+    def list_conversations(chosen: Chosen, limit: Limit = 50) -> Response:
+        return _rendered({"object": "list", "data": query.conversations(chosen, limit)})
 
     @router.get(
         "/stats", dependencies=[Depends(_takes("bucket_s", "compare_since", "compare_until"))]
@@ -140,21 +145,21 @@ def traces_router(traces: TraceWriter) -> APIRouter:
         bucket_s: Annotated[int | None, Query(ge=1, le=31_536_000)] = None,
         compare_since: Time = None,
         compare_until: Time = None,
-    ) -> dict[str, Any]:
+    ) -> Response:
         compare_with = None
         if compare_since is not None or compare_until is not None:
             since_ms, until_ms = period_ms(
                 compare_since, compare_until, ("compare_since", "compare_until")
             )
             compare_with = replace(chosen, since_ms=since_ms, until_ms=until_ms)
-        return query.stats(chosen, bucket_s=bucket_s, compare_with=compare_with)
+        return _rendered(query.stats(chosen, bucket_s=bucket_s, compare_with=compare_with))
 
     @router.get("/{turn_id}")
-    def get_trace(turn_id: str) -> dict[str, Any]:
+    def get_trace(turn_id: str) -> Response:
         turn = query.get(turn_id)
         if turn is None:
             raise _not_found(turn_id)
-        return turn
+        return _rendered(turn)
 
     @router.get("/{turn_id}/audio")
     def get_audio(turn_id: str) -> FileResponse:
@@ -167,12 +172,17 @@ def traces_router(traces: TraceWriter) -> APIRouter:
 
     @router.post("/{turn_id}/playout")
     async def report_playout(turn_id: str, request: Request) -> dict[str, Any]:
-        report = parse_body(await read_body(request, _MAX_REPORT_BYTES), PlayoutReport)
+        parse = partial(parse_body, kind=PlayoutReport)
+        report = await read_parsed(request, _MAX_REPORT_BYTES, parse)
         if not await asyncio.to_thread(_note, traces, turn_id, report):
             raise _not_found(turn_id)
         return {"object": "trace.playout", "turn_id": turn_id}
 
     return router
+
+
+def _rendered(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _note(traces: TraceWriter, turn_id: str, report: PlayoutReport) -> bool:

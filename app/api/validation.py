@@ -6,16 +6,27 @@ path that the client wrote, as in ``session.audio.input.format.rate``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
+from app.api.http.json_input import json_object
 from app.errors import ClientError
 
 MAX_OUTPUT_TOKENS = 4096
 MAX_TEXT_CHARS = 100_000
+_MAX_SHOWN_CHARS = 4096
 
 # What fields of sessions and responses were called in the beta, and are called now.
 _BETA_NAMES = {
@@ -35,6 +46,53 @@ class WireModel(BaseModel):
     """Strict types; a field that we do not know is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, value: Any) -> Any:
+        """Drop all unknown fields but the first: pydantic builds an error for each of them, and a
+        client gets only one."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in value if name not in known), None)
+        return {name: value[name] for name in (*known, unknown) if name in value}
+
+
+class AtMost:
+    """A bound on the elements of a list or the entries of a dict.
+
+    It is checked before any of them is validated, and validation of a list stops at the first
+    error. Put it next to the type: ``Annotated[list[X], AtMost(5)] | None``.
+    """
+
+    def __init__(self, most: int, *, least: int = 0) -> None:
+        self._most = most
+        self._least = least
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema: Any = handler(source)
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        elif schema["type"] != "dict":
+            raise TypeError(f"{source} is neither a list nor a dict")
+        schema["max_length"], schema["min_length"] = self._most, self._least
+        return no_info_before_validator_function(self._check, schema)
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > self._most:
+            is_list = isinstance(value, list)
+            raise PydanticKnownError(
+                "too_long",
+                {
+                    "field_type": "List" if is_list else "Dictionary",
+                    "max_length": self._most,
+                    "actual_length": len(value) if is_list else None,
+                },
+            )
+        return value
 
 
 WireT = TypeVar("WireT", bound=WireModel)
@@ -94,7 +152,7 @@ def _modalities(value: Any) -> Any:
 
 def _voice_name(value: Any) -> Any:
     """A custom voice is given as an object with an id."""
-    if isinstance(value, dict) and set(value) == {"id"}:
+    if isinstance(value, dict) and value.keys() == {"id"}:
         return value["id"]
     return value
 
@@ -106,28 +164,13 @@ ShortText = Annotated[str, StringConstraints(max_length=256)]
 VoiceName = Annotated[ShortText, BeforeValidator(_voice_name)]
 # None: "inf", the server's own limit.
 MaxOutputTokens = Annotated[int | None, BeforeValidator(_output_tokens)]
-Modalities = Annotated[list[Literal["audio", "text"]], BeforeValidator(_modalities)]
+Modalities = Annotated[list[Literal["audio", "text"]], AtMost(16), BeforeValidator(_modalities)]
 
 
 def to_client_error(error: ValidationError, prefix: str = "") -> ClientError:
     """The first failure, in the words and codes of the Realtime API."""
     details = error.errors(include_url=False, include_context=True)[0]
     return _describe(details, _path(details["loc"], prefix))
-
-
-def json_object(
-    text: str | bytes, what: str = "The body", param: str | None = None
-) -> dict[str, Any]:
-    """The JSON object in ``text``; errors call it ``what``. Raises ClientError (invalid_json)."""
-    try:
-        # Of the strings only the keys are kept for the next one: values are what people said.
-        value = from_json(text, allow_inf_nan=False, cache_strings="keys")
-    except ValueError as error:
-        message = f"{what} is not valid JSON: {error}."
-        raise ClientError(message, code="invalid_json", param=param) from error
-    if not isinstance(value, dict):
-        raise ClientError(f"{what} is not a JSON object.", code="invalid_json", param=param)
-    return value
 
 
 def parse_body(body: bytes, kind: type[WireT]) -> WireT:
@@ -239,9 +282,35 @@ def _error(message: str, code: str, param: str) -> ClientError:
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """``value`` as an error message shows it."""
-    text = repr(value[:limit] if isinstance(value, str) else value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """A JSON value as an error message shows it. Only the part that is shown is converted."""
+    if isinstance(value, str):
+        value = value[:limit]
+    text = ""
+    for piece in _repr_pieces(value):
+        text += piece
+        if len(text) > limit:
+            return text[: limit - 3] + "..."
+    return text
+
+
+def _repr_pieces(value: Any) -> Iterator[str]:
+    """``repr(value)``, piece by piece."""
+    if isinstance(value, list):
+        yield "["
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _repr_pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (name, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _repr_pieces(name)
+            yield ": "
+            yield from _repr_pieces(item)
+        yield "}"
+    else:
+        yield repr(value[:_MAX_SHOWN_CHARS] if isinstance(value, str) else value)
 
 
 def _json_type(value: Any) -> str:

@@ -23,10 +23,12 @@ PERCENTILES = (50, 95, 99)
 # Statistics are made of the newest turns up to here; the answer says when there were more.
 MAX_COUNTED = 200_000
 NUM_SLOWEST = 20
-_AGE = re.compile(r"(\d{1,6})([mhd])")
+_AGE = re.compile(r"([0-9]{1,6})([mhd])")
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
 _MAX_UNIX_S = 1e11
 _MAX_BUCKETS = 60
+# That somebody may ask for.
+MAX_CHOSEN_BUCKETS = 1000
 _NUM_KNOWN = 16
 _BUCKETS_S = (60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400)
 
@@ -172,7 +174,8 @@ class TraceQuery:
         ``bucket_s`` None: chosen so that there are at most 60. The cause of a slow turn is the
         stage that took most above its own median: the longest stage is nearly always the wait for
         the end of the turn, and nearly never what went wrong. The answer is not to be changed: it
-        is given again while there are no new turns.
+        is given again while there are no new turns. Raises ClientError when ``bucket_s`` makes more
+        than ``MAX_CHOSEN_BUCKETS``.
         """
         with self._store.reading() as db:
             key = (_version(db), chosen, bucket_s, compare_with)
@@ -308,6 +311,13 @@ def _over_time(rows: Sequence[_Row], bucket_s: int | None) -> dict[str, Any]:
     buckets: dict[int, list[_Row]] = {}
     for row in rows:
         buckets.setdefault(row.ended_at_ms // (bucket_s * 1000), []).append(row)
+    if len(buckets) > MAX_CHOSEN_BUCKETS:
+        raise ClientError(
+            f"Invalid value for 'bucket_s': {bucket_s} s make {len(buckets)} buckets of these "
+            f"turns, at most {MAX_CHOSEN_BUCKETS} are allowed.",
+            code="invalid_value",
+            param="bucket_s",
+        )
     return {
         "bucket_s": bucket_s,
         "buckets": [

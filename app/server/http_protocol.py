@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import unquote
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
 
+from app.api.telephony.routes import STREAM_PATH
 from app.server.read_throttle import Portions
+from app.transports.telephony.providers.fields import MAX_MESSAGE_CHARS
 
 # A request's head comes in one or two packets; this is for slow lines.
 FIRST_REQUEST_S = 20.0
 # Enough for the largest message in fragments of 1 KB. Each costs 60 bytes of memory beside its
 # content, also those without content, which no limit of a message's length would ever end.
 MAX_FRAGMENTS = 16_384
+# In UTF-8 a character has up to four.
+MAX_PHONE_BYTES = 4 * MAX_MESSAGE_CHARS
 
 
 def server_protocol(**uvicorn_arguments: Any) -> asyncio.Protocol:
@@ -71,7 +77,13 @@ class ImpatientProtocol(H11Protocol):
 
 
 class FewFragmentsProtocol(WebSocketsSansIOProtocol):
-    """Closes with 1009 when a message comes in more than ``MAX_FRAGMENTS`` pieces."""
+    """Closes with 1009 when a message comes in more than ``MAX_FRAGMENTS`` pieces, or to a phone
+    stream, which nobody has to have a key to open, with more than ``MAX_PHONE_BYTES``."""
+
+    def handle_connect(self, event: Request) -> None:
+        if unquote(event.path).startswith(STREAM_PATH):
+            self.conn.max_message_size = MAX_PHONE_BYTES
+        super().handle_connect(event)
 
     def handle_cont(self, event: Frame) -> None:
         if self.close_sent:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +67,8 @@ logger = logging.getLogger(__name__)
 # A peer that vanished, or never reads, holds its socket no longer than this (TCP_USER_TIMEOUT).
 _DEAD_PEER_MS = 30_000
 _GRACE_S = 5
+# For how long another thread may run Python code while the event loop waits for its turn.
+_SWITCH_INTERVAL_S = 0.001
 
 
 class _SpeechModel(Protocol):
@@ -371,6 +375,19 @@ def serve(settings: Settings) -> None:
         runner.run(_serve(settings))
 
 
+def favour_the_event_loop() -> None:
+    """Shorten the pauses that the interpreter itself makes; for the whole process.
+
+    A full garbage collection visits every container. With all that a server has loaded it takes
+    some 100 ms, whenever clients have caused enough new ones; so what there is at the start is left
+    out from now on. And a thread that parses a long request lets the event loop run after 1 ms
+    instead of 5.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+
 async def _serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -401,6 +418,7 @@ async def _run(settings: Settings, hurry: asyncio.Event) -> None:
         async with build_services(settings) as services:
             app = create_app(settings, services)
             app.state.connections.hurry = hurry
+            favour_the_event_loop()
             phones = audiosocket(app.state.phone, settings)
             async with phones, listening(app, settings, listener) as url:
                 print(f"Parley is listening on {url}", flush=True)

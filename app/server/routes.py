@@ -32,7 +32,8 @@ from app.access import (
 from app.api.audio.routes import audio_router
 from app.api.chat.request import ChatDefaults
 from app.api.chat.routes import chat_router
-from app.api.http.errors import error_response
+from app.api.http.body import BodyBudget
+from app.api.http.errors import deny, error_response
 from app.api.metrics import metrics_router
 from app.api.model_names import OWN_NAME, Names, is_beta
 from app.api.models import models_router
@@ -45,7 +46,7 @@ from app.api.telephony.routes import PhoneService, add_phone
 from app.api.traces import traces_router
 from app.config import Settings
 from app.conversation import Services, Session
-from app.errors import ClientError, ConfigError, ParleyError, ServiceError, UnavailableError
+from app.errors import ClientError, ConfigError, ServiceError, UnavailableError
 from app.server.pages import Pages
 from app.transports.websocket import WebSocketChannel
 
@@ -102,6 +103,7 @@ def create_app(
     app.state.connections = Connections(settings.max_sessions)
     app.state.calls = CallsRegistry()
     app.state.rate_limits = RateLimits(settings)
+    app.state.bodies = BodyBudget()
     app.add_middleware(_HostGuard, gatekeeper=app.state.gatekeeper)
     app.add_middleware(_SecurityHeaders)
     if settings.allowed_origins:
@@ -122,7 +124,7 @@ def create_app(
     app.include_router(client_secrets_router(settings, names, services.tools.names))
     app.include_router(models_router(services.engine, names))
     defaults = ChatDefaults(settings.temperature, settings.top_p, settings.repetition_penalty)
-    app.include_router(chat_router(services.engine, defaults))
+    app.include_router(chat_router(services.engine, defaults, settings.max_chat_requests))
     app.include_router(audio_router(services))
     _add_realtime(app, services, make_session)
     state = app.state
@@ -205,7 +207,7 @@ def _add_realtime(app: FastAPI, services: Services, make_session: MakeSession) -
         try:
             grant = gatekeeper.check_caller(websocket.headers, offered)
         except ClientError as error:
-            await _deny(websocket, error)
+            await deny(websocket, error)
             return
         chosen = REALTIME_SUBPROTOCOL if REALTIME_SUBPROTOCOL in offered else None
         await websocket.accept(subprotocol=chosen)
@@ -263,13 +265,6 @@ async def _refuse(channel: WebSocketChannel, error: Wire, close_code: int) -> No
     await channel.close(close_code, error["error"]["message"])
 
 
-async def _deny(websocket: WebSocket, error: ParleyError, status: int | None = None) -> None:
-    """Refuse the handshake, and say so in our log: the peer may never look at the answer."""
-    extra = {"code": error.code, "peer": peer_of(websocket)}
-    logger.warning("connection denied", extra=extra)
-    await websocket.send_denial_response(error_response(error, status))
-
-
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 426: "upgrade_required"}
 
 
@@ -310,7 +305,7 @@ class _WebPages(Pages):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             missing = ClientError("There is no WebSocket at this path.", code="not_found")
-            await _deny(WebSocket(scope, receive, send), missing, 404)
+            await deny(WebSocket(scope, receive, send), missing, 404)
             return
         await super().__call__(scope, receive, send)
 
@@ -328,7 +323,7 @@ class _HostGuard:
                 self._gatekeeper.check_host(Headers(scope=scope))
             except HostError as error:
                 if scope["type"] == "websocket":
-                    await _deny(WebSocket(scope, receive, send), error)
+                    await deny(WebSocket(scope, receive, send), error)
                 else:
                     await error_response(error)(scope, receive, send)
                 return

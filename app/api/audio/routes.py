@@ -11,12 +11,12 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from app.access import peer_of
-from app.api.audio.concurrency import ConcurrencyLimiter
 from app.api.audio.speech import SpeechAnswer
 from app.api.audio.speech_request import parse_speech
 from app.api.audio.transcription_request import parse_transcription
 from app.api.audio.transcriptions import TranscriptionAnswer
-from app.api.http.body import read_body
+from app.api.http.body import read_file_body, read_parsed
+from app.api.http.concurrency import ConcurrencyLimiter
 from app.api.model_names import Names
 from app.conversation import Services
 
@@ -32,7 +32,7 @@ def audio_router(services: Services) -> APIRouter:
     when all places are taken; answers that have begun are finished."""
     settings, metrics = services.settings, services.metrics
     names = Names.of(settings, services.recognition.languages)
-    places = ConcurrencyLimiter(settings.max_audio_requests)
+    places = ConcurrencyLimiter(settings.max_audio_requests, "audio")
     max_file_bytes = int(settings.max_file_mb * 1024 * 1024)
     transcribed, spoken = TranscriptionAnswer.Done(), SpeechAnswer.Done()
     metrics.gauge("audio_requests", "Files and texts that are worked on.", partial(len, places))
@@ -57,7 +57,7 @@ def audio_router(services: Services) -> APIRouter:
     @router.post("/v1/audio/transcriptions", response_model=None)
     async def transcribe(request: Request) -> Response:
         with admit(request) as place:
-            body = await read_body(request, max_file_bytes + _FORM_BYTES, _FILE_TIMEOUT_S)
+            body = await read_file_body(request, max_file_bytes + _FORM_BYTES, _FILE_TIMEOUT_S)
             kind = request.headers.get("content-type", "")
             asked = parse_transcription(kind, body, names, max_file_bytes)
             return TranscriptionAnswer(services, asked, transcribed, place.pop_all())
@@ -65,7 +65,8 @@ def audio_router(services: Services) -> APIRouter:
     @router.post("/v1/audio/speech", response_model=None)
     async def speak(request: Request) -> Response:
         with admit(request) as place:
-            asked = parse_speech(await read_body(request, _MAX_SPEECH_BYTES), names)
+            parse = partial(parse_speech, names=names)
+            asked = await read_parsed(request, _MAX_SPEECH_BYTES, parse)
             return SpeechAnswer(services, asked, spoken, place.pop_all())
 
     return router

@@ -12,6 +12,7 @@ from app.api.http.multipart import FormField, form_fields
 from app.api.model_names import Names, check_language
 from app.api.models import UnknownModelError
 from app.api.validation import (
+    AtMost,
     ShortText,
     Text,
     WireModel,
@@ -49,9 +50,9 @@ class TranscriptionForm(WireModel):
     prompt: Text | None = None
     response_format: OutputFormat = "json"
     temperature: Annotated[None, BeforeValidator(_temperature)] = None
-    timestamp_granularities: list[Literal["word", "segment"]] = []
+    timestamp_granularities: Annotated[list[Literal["word", "segment"]], AtMost(16)] = []
     stream: Annotated[bool, BeforeValidator(_flag)] = False
-    include: Annotated[list[str], only([], what="Nothing more can be included.")] = []
+    include: Annotated[list[str], AtMost(0), only([], what="Nothing more can be included.")] = []
     chunking_strategy: Annotated[
         str | None, only(None, "auto", what="Only 'auto': files are cut at pauses.")
     ] = None

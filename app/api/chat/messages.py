@@ -6,18 +6,32 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+import msgspec
+from pydantic import BeforeValidator, StringConstraints
 
-from app.api.validation import WireModel, only
+from app.api.validation import AtMost, WireModel, invalid, only
 from app.errors import ClientError
 from llm_core import ChatMessage, ToolCall, ToolSpec
 
 MAX_MESSAGES = 4_096
 MAX_TOOLS = 128
+# Of one message: its parts, and its annotations, which are ignored.
+MAX_PARTS = 4_096
+# As UTF-8. The engine takes 32,768 characters, of which none has more than four bytes.
+MAX_SCHEMA_BYTES = 128 * 1024
 
 FunctionName = Annotated[
     str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
 ]
+
+
+def _small_schema(value: Any) -> Any:
+    if isinstance(value, dict) and len(msgspec.json.encode(value)) > MAX_SCHEMA_BYTES:
+        raise invalid(f"expected a JSON schema of at most {MAX_SCHEMA_BYTES} bytes")
+    return value
+
+
+Schema = Annotated[dict[str, Any], AtMost(1024), BeforeValidator(_small_schema)]
 
 
 def _parts(content: Any) -> Any:
@@ -57,12 +71,14 @@ class Message(WireModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart] | None, BeforeValidator(_parts)] = None
+    content: Annotated[
+        Annotated[list[TextPart], AtMost(MAX_PARTS)] | None, BeforeValidator(_parts)
+    ] = None
     name: str | None = None
-    tool_calls: list[WireToolCall] | None = None
+    tool_calls: Annotated[list[WireToolCall], AtMost(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], AtMost(MAX_PARTS)] | None = None
     audio: Annotated[None, only(None, what="This model hears no audio.")] = None
     function_call: Annotated[None, only(None, what="Use 'tool_calls'.")] = None
     parsed: Any = None
@@ -77,7 +93,7 @@ class Function(WireModel):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -88,8 +104,8 @@ class Tool(WireModel):
     function: Function
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)]
+Messages = Annotated[list[Message], AtMost(MAX_MESSAGES, least=1)]
+Tools = Annotated[list[Tool], AtMost(MAX_TOOLS)] | None
 
 
 def to_tools(tools: Iterable[Tool]) -> tuple[ToolSpec, ...]:

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from app.api.chat.messages import Messages, Tools, to_messages, to_tools, wrong
-from app.api.validation import WireModel, invalid, null_is, only, parse_body
+from app.api.chat.messages import Messages, Schema, Tools, to_messages, to_tools, wrong
+from app.api.validation import AtMost, WireModel, invalid, null_is, only, parse_body
+from app.digits import whole_number
 from llm_core import (
     ChatMessage,
     ChoiceGuide,
@@ -30,7 +31,7 @@ class JsonSchema(WireModel):
 
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -45,8 +46,8 @@ class StructuredOutputs(WireModel):
     """What OpenAI has no words for, in those of vLLM: one of a pattern, a choice, a schema."""
 
     regex: str | None = None
-    choice: list[str] | None = None
-    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    choice: Annotated[list[str], AtMost(4096)] | None = None
+    json_: Annotated[Schema | None, Field(alias="json")] = None
 
 
 class StreamOptions(WireModel):
@@ -85,7 +86,7 @@ class ChatRequest(WireModel):
     temperature: Annotated[float | None, Field(ge=0.0, le=2.0)] = None
     top_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings)] = None
+    stop: Annotated[Annotated[list[str], AtMost(1024)] | None, BeforeValidator(_strings)] = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int | None, only(None, 1, what="Only 1: ask again for another answer.")] = None
@@ -93,7 +94,7 @@ class ChatRequest(WireModel):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024)] = None
+    logit_bias: Annotated[dict[str, float], AtMost(1024)] | None = None
     response_format: ResponseFormat | None = None
     tools: Tools = None
     tool_choice: Annotated[str | None, BeforeValidator(_tool_choice)] = None
@@ -110,14 +111,16 @@ class ChatRequest(WireModel):
     structured_outputs: StructuredOutputs | None = None
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], AtMost(16)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Annotated[
         str | None, only(None, "auto", "default", what="Only 'auto' and 'default'.")
     ] = None
     store: Annotated[bool | None, only(None, False, what="Nothing is stored here.")] = None
-    modalities: Annotated[list[str] | None, only(None, ["text"], what="Only ['text'].")] = None
+    modalities: Annotated[
+        Annotated[list[str], AtMost(1)] | None, only(None, ["text"], what="Only ['text'].")
+    ] = None
     functions: Annotated[None, only(None, what="Use 'tools'.")] = None
     function_call: Annotated[None, only(None, what="Use 'tool_choice'.")] = None
 
@@ -216,11 +219,13 @@ def _max_tokens(request: ChatRequest, context_len: int) -> int:
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
-    for name in biases:
-        # Nine digits name any token there is; int() alone would take spaces and underscores.
-        if not (name.isascii() and name.isdigit() and len(name) <= 9):
+    found = {}
+    for name, bias in biases.items():
+        token_id = whole_number(name, max_digits=9)  # enough for any token there is
+        if token_id is None:
             raise wrong("logit_bias", f"{name[:40]!r} is no token id")
-    return {int(name): bias for name, bias in biases.items()}
+        found[token_id] = bias
+    return found
 
 
 def _offered(request: ChatRequest) -> tuple[ToolSpec, ...]:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from app.access import peer_of
 from app.api.chat.output import ChatOutput, Wire
 from app.api.chat.request import Chat, ChatDefaults, parse_chat
-from app.api.http.body import read_body
+from app.api.http.body import read_parsed
 from app.api.http.cancel_on_disconnect import Answer
+from app.api.http.concurrency import ConcurrencyLimiter
 from app.api.http.errors import error_body, error_response
 from app.api.http.sse import sse_event, sse_start
 from app.api.models import check_model
@@ -38,20 +41,26 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 _PRIORITY = -1
 
 
-def chat_router(engine: LlmEngine, defaults: ChatDefaults) -> APIRouter:
-    """The route. ``defaults`` hold for requests that name no temperature. Raises (to the app's
-    handlers) ClientError for a bad request, and UnavailableError while the server ends; answers
-    that have begun are finished."""
+def chat_router(engine: LlmEngine, defaults: ChatDefaults, max_requests: int) -> APIRouter:
+    """The route. ``defaults`` hold for requests that name no temperature; ``max_requests`` may be
+    worked on at once. Raises (to the app's handlers) ClientError for a bad request, and
+    UnavailableError while the server ends or when all places are taken; answers that have begun
+    are finished."""
     router = APIRouter()
+    places = ConcurrencyLimiter(max_requests, "chat")
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(request: Request) -> Response:
-        request.app.state.gatekeeper.check(request.headers)
-        request.app.state.connections.check_open()
-        body = await read_body(request, MAX_BODY_BYTES)
-        chat = parse_chat(body, engine.info.context_len, defaults)
-        check_model(chat.model, engine)
-        return _Answer(engine, chat)
+        state = request.app.state
+        grant = state.gatekeeper.check(request.headers)
+        state.connections.check_open()
+        owner = grant.limited_as(peer_of(request))
+        state.rate_limits.check_chat(owner)
+        with places.take(owner) as place:
+            parse = partial(parse_chat, context_len=engine.info.context_len, defaults=defaults)
+            chat = await read_parsed(request, MAX_BODY_BYTES, parse)
+            check_model(chat.model, engine)
+            return _Answer(engine, chat, place.pop_all())
 
     return router
 
@@ -60,8 +69,8 @@ class _Answer(Answer):
     """Runs the request and sends what it brings. Status and headers wait for the first event, so
     that an error before it has its own status."""
 
-    def __init__(self, engine: LlmEngine, chat: Chat) -> None:
-        super().__init__()
+    def __init__(self, engine: LlmEngine, chat: Chat, place: ExitStack) -> None:
+        super().__init__(place)
         self._engine = engine
         self._chat = chat
         info = engine.info

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any
 
+from fastapi import WebSocket
 from fastapi.responses import JSONResponse
 
 from app.access import (
@@ -14,13 +16,10 @@ from app.access import (
     OriginError,
     RateLimitedError,
     TooManySecretsError,
+    peer_of,
 )
-from app.api.http.body import (
-    BodyTimeoutError,
-    BodyTooLargeError,
-    ClientGoneError,
-    MediaTypeError,
-)
+from app.api.http.body import BodyTimeoutError, ClientGoneError, MediaTypeError
+from app.api.http.json_input import InputTooLargeError
 from app.api.models import UnknownModelError
 from app.api.traces import TraceNotFoundError
 from app.conversation import BusyRecognizerError
@@ -34,6 +33,8 @@ from llm_core import (
     PromptTooLongError,
 )
 
+logger = logging.getLogger(__name__)
+
 # Busy and dead engines are back within seconds.
 _RETRY_AFTER_S = 1
 
@@ -44,7 +45,7 @@ _STATUS: dict[type[ParleyError], int] = {
     UnknownModelError: 404,
     TraceNotFoundError: 404,
     BodyTimeoutError: 408,
-    BodyTooLargeError: 413,
+    InputTooLargeError: 413,
     MediaTypeError: 415,
     HostError: 421,
     TooManySecretsError: 429,
@@ -78,9 +79,16 @@ def error_response(error: ParleyError | LlmError, status: int | None = None) -> 
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, EngineBusyError | EngineDiedError | ModelLoadError | BusyRecognizerError):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    if isinstance(error, UnavailableError | RateLimitedError):
+    if isinstance(error, UnavailableError | RateLimitedError | TooManySecretsError):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     return JSONResponse(error_body(error), status_code=status or _status(error), headers=headers)
+
+
+async def deny(websocket: WebSocket, error: ParleyError, status: int | None = None) -> None:
+    """Refuse the handshake, and say so in our log: the peer may never look at the answer."""
+    extra = {"code": error.code, "peer": peer_of(websocket)}
+    logger.warning("connection denied", extra=extra)
+    await websocket.send_denial_response(error_response(error, status))
 
 
 def _status(error: ParleyError | LlmError) -> int:

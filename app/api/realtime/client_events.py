@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
+from app.api.http.json_input import InputTooLargeError, json_object
 from app.api.realtime.session_params import SessionParams
 from app.api.realtime.tools import Choice, ToolName, Tools
 from app.api.validation import (
+    AtMost,
     EventId,
     Id,
     MaxOutputTokens,
@@ -20,7 +22,6 @@ from app.api.validation import (
     WireModel,
     checked,
     invalid,
-    json_object,
     only,
     shorten,
     unsupported,
@@ -30,9 +31,11 @@ from app.errors import ClientError
 # Of the base64 text, before decoding.
 MAX_AUDIO_CHARS = 15 * 1024 * 1024
 # A message of this length or more can only be an append, which has no more commas than fields.
-# Parsing 20 MB that are one string takes 5 ms; 20 MB of small values would take a second.
 _BIG_MESSAGE_CHARS = 1024 * 1024
 _MAX_COMMAS = 16
+_TOO_LARGE = "message_too_large"
+# Of all events but those that carry texts, tools or audio.
+MAX_SMALL_EVENT_CHARS = 64 * 1024
 MAX_INPUT_ITEMS = 256
 
 
@@ -107,7 +110,7 @@ class MessageItem(ItemBase):
 
     type: Literal["message"]
     role: Literal["system", "user", "assistant"]
-    content: Annotated[list[ContentPart], Field(min_length=1, max_length=64)]
+    content: Annotated[list[ContentPart], AtMost(64, least=1)]
 
 
 class FunctionCallItem(ItemBase):
@@ -201,14 +204,14 @@ class ResponseParams(WireModel):
     instructions: Text | None = None
     max_output_tokens: MaxOutputTokens = None
     metadata: Annotated[
-        dict[str, _MetadataValue] | None, Field(max_length=16), BeforeValidator(_metadata_keys)
+        Annotated[dict[str, _MetadataValue], AtMost(16)] | None, BeforeValidator(_metadata_keys)
     ] = None
     audio: ResponseAudio | None = None
     conversation: Annotated[
         str | None,
         only(None, "auto", "none", what="'auto' is the conversation, 'none' is out of band."),
     ] = None
-    input: Annotated[list[InputItem] | None, Field(max_length=MAX_INPUT_ITEMS)] = None
+    input: Annotated[list[InputItem], AtMost(MAX_INPUT_ITEMS)] | None = None
     tools: Tools = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
@@ -251,6 +254,29 @@ EVENT_TYPES: dict[str, type[ClientEvent]] = {
 }
 
 
+# These carry texts, tools or audio.
+_LARGE_EVENTS = (SessionUpdate, AudioAppend, ItemCreate, ResponseCreate)
+
+
+def read_event(message: str | bytes) -> tuple[ClientEvent | ClientError, str | None]:
+    """The event in a message, or why there is none; and the client's name for the event, for the
+    error that answers it."""
+    event_id = None
+    try:
+        data = parse_message(message)
+        event_id = event_id_of(data)
+        event = parse_event(data)
+        if len(message) > MAX_SMALL_EVENT_CHARS and not isinstance(event, _LARGE_EVENTS):
+            raise InputTooLargeError(
+                f"The event is too large: {len(message)} characters. {event.type} may have at "
+                f"most {MAX_SMALL_EVENT_CHARS}.",
+                code=_TOO_LARGE,
+            )
+    except ClientError as error:
+        return error, event_id
+    return event, event_id
+
+
 def parse_message(message: str | bytes) -> dict[str, Any]:
     """The JSON object in a message. Raises ClientError (invalid_json, message_too_large)."""
     if isinstance(message, bytes):
@@ -260,12 +286,12 @@ def parse_message(message: str | bytes) -> dict[str, Any]:
             code="invalid_message",
         )
     if len(message) >= _BIG_MESSAGE_CHARS and message.count(",") > _MAX_COMMAS:
-        raise ClientError(
+        raise InputTooLargeError(
             f"The event is too large: {len(message)} characters. Only the audio of "
             f"input_audio_buffer.append may exceed {_BIG_MESSAGE_CHARS}.",
-            code="message_too_large",
+            code=_TOO_LARGE,
         )
-    return json_object(message, "The message")
+    return json_object(message, "The message", too_large=_TOO_LARGE)
 
 
 def event_id_of(data: dict[str, Any]) -> str | None:

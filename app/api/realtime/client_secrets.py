@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from app.api.http.body import read_body
+from app.access import peer_of
+from app.api.http.body import read_parsed
+from app.api.http.json_input import json_object
 from app.api.model_names import OWN_NAME, Names
 from app.api.realtime.session_params import SessionParams, SessionState, to_wire
-from app.api.validation import WireModel, checked, json_object, null_is
+from app.api.validation import WireModel, checked, null_is
 from app.config import Settings
 from app.conversation import new_id
 
@@ -31,6 +33,11 @@ class ClientSecretRequest(WireModel):
     session: Annotated[SessionParams, null_is(SessionParams())] = SessionParams()
 
 
+def _parse(body: bytes) -> tuple[dict[str, Any], ClientSecretRequest]:
+    data = json_object(body or b"{}")
+    return data, checked(data, ClientSecretRequest)
+
+
 def client_secrets_router(
     settings: Settings, names: Names, server_tools: tuple[str, ...]
 ) -> APIRouter:
@@ -42,12 +49,13 @@ def client_secrets_router(
         gatekeeper = request.app.state.gatekeeper
         grant = gatekeeper.check(request.headers)
         request.app.state.connections.check()
-        data = json_object(await read_body(request, MAX_BODY_BYTES) or b"{}")
-        wanted = checked(data, ClientSecretRequest)
+        owner = grant.limited_as(peer_of(request))
+        request.app.state.rate_limits.check_session(owner)
+        data, wanted = await read_parsed(request, MAX_BODY_BYTES, _parse)
         state = SessionState(settings, names, wanted.session.model or OWN_NAME, server_tools)
         state.params = state.merged(wanted.session, voice_locked=False)
         value, record = gatekeeper.client_secrets.create(
-            grant.owner, data.get("session") or {}, wanted.expires_after.seconds
+            grant.owner, data.get("session") or {}, wanted.expires_after.seconds, owner
         )
         shown = to_wire(new_id("sess"), state.params)
         return {"value": value, "expires_at": record.expires_at_s, "session": shown}

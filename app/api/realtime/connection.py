@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from app.access import RateLimiter
+from app.api.http.json_input import parse_aside
 from app.api.model_names import Names, check_voice, model_not_found
 from app.api.realtime import client_events as ev
 from app.api.realtime.server_events import (
@@ -156,7 +157,7 @@ class RealtimeConnection:
         logger.info("client attached", extra={"clients": 1 + len(self._attached)})
         try:
             created = server_event("session.created", session=self._session_object(session))
-            await self._send_to(channel, created)
+            self._owe(await self._send_to([channel], created))
             await self._serve(session, channel, None)
         finally:
             self._attached.remove(channel)
@@ -225,10 +226,9 @@ class RealtimeConnection:
             received_ns = time.monotonic_ns()
             if self._pace is not None:
                 await self._pace(len(message))
-            async with self._turnstile:
-                if self._session is None:  # what an attached client starts now, nobody would end
-                    return
-                await self._handle(session, channel, message, received_ns)
+            await self._handle(session, channel, message, received_ns)
+            if self._session is None:  # what an attached client starts now, nobody would end
+                return
 
     async def _handle(
         self, session: Session, channel: EventChannel, message: str | bytes, received_ns: int
@@ -236,14 +236,19 @@ class RealtimeConnection:
         """One client event. Whatever goes wrong is answered with an error; the session goes on."""
         client_event_id = None
         try:
-            data = ev.parse_message(message)
-            client_event_id = ev.event_id_of(data)
-            await self._dispatch(session, ev.parse_event(data), received_ns)
+            # Before the turnstile: the others' events need not wait for a long message.
+            event, client_event_id = await parse_aside(ev.read_event, message)
+            async with self._turnstile:
+                if self._session is None:
+                    return
+                if isinstance(event, ClientError):
+                    raise event
+                await self._dispatch(session, event, received_ns)
         except ClientError as error:
             await self._send_error(channel, error, client_event_id)
         except Exception as error:
             # The boundary: a fault of ours in one event must not end the caller's conversation.
-            await self._send_to(channel, _internal_error(error, client_event_id))
+            await self._send_to([channel], _internal_error(error, client_event_id))
 
     async def _dispatch(self, session: Session, event: ev.ClientEvent, received_ns: int) -> None:
         match event:
@@ -259,7 +264,7 @@ class RealtimeConnection:
                 await session.add_item(_to_item(event.item), event.previous_item_id)
             case ev.ItemRetrieve():
                 item = item_object(session.get_item(event.item_id))
-                await self._send(server_event("conversation.item.retrieved", item=item))
+                await self._reply(server_event("conversation.item.retrieved", item=item))
             case ev.ItemDelete():
                 await session.delete_item(event.item_id)
             case ev.ItemTruncate():
@@ -315,7 +320,7 @@ class RealtimeConnection:
         await session.update(self._config(params))
         self._state.params = params
         self._mapper.speaker = self._speaker()
-        await self._send(server_event("session.updated", session=self._session_object(session)))
+        await self._reply(server_event("session.updated", session=self._session_object(session)))
 
     async def _respond(self, session: Session, params: ev.ResponseParams) -> None:
         output = params.audio.output if params.audio else None
@@ -365,22 +370,34 @@ class RealtimeConnection:
 
     async def _send(self, event: Wire) -> None:
         """To all clients of the session."""
-        for channel in (self._channel, *self._attached):
-            await self._send_to(channel, event)
+        await self._send_to([self._channel, *self._attached], event)
 
-    async def _send_to(self, channel: EventChannel, event: Wire) -> None:
-        try:
-            await channel.send(msgspec.json.encode(event).decode())
-        except ChannelClosed:
-            # The receiving side hears of it as well, and ends the session.
-            logger.debug("not sent, the channel is closed", extra={"event": event["type"]})
+    async def _reply(self, event: Wire) -> None:
+        """As ``_send``; for what may be far longer than the event that it answers. Its length
+        counts against the rate of messages: the next one is read later."""
+        self._owe(await self._send_to([self._channel, *self._attached], event))
+
+    def _owe(self, num_bytes: int) -> None:
+        if self._pace is not None:
+            self._pace.owe(num_bytes)
+
+    async def _send_to(self, channels: list[EventChannel], event: Wire) -> int:
+        """Returns the length of what was sent, summed over ``channels``."""
+        text = msgspec.json.encode(event).decode()
+        for channel in channels:
+            try:
+                await channel.send(text)
+            except ChannelClosed:
+                # The receiving side hears of it as well, and ends the session.
+                logger.debug("not sent, the channel is closed", extra={"event": event["type"]})
+        return len(text) * len(channels)
 
     async def _send_error(
         self, channel: EventChannel, error: ClientError, client_event_id: str | None
     ) -> None:
         logger.info("client error", extra={"code": error.code, "param": error.param})
         await self._send_to(
-            channel,
+            [channel],
             error_event(
                 "invalid_request_error",
                 error.code,

@@ -18,6 +18,7 @@ from app.api.model_names import (
 )
 from app.api.realtime.tools import Choice, Tools, check_tools, choice_to_wire, tools_of
 from app.api.validation import (
+    AtMost,
     MaxOutputTokens,
     Modalities,
     ShortText,
@@ -43,6 +44,7 @@ from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat
 from audio.language import language_code
 
 _FORMATS = {"audio/pcm": PCM16_24K, "audio/pcmu": PCMU_8K, "audio/pcma": PCMA_8K}
+_Nothing = Annotated[list[str], AtMost(0)]
 
 
 class Format(WireModel):
@@ -81,10 +83,10 @@ class Transcription(WireModel):
     prompt: Text | None = None
     delay: Annotated[None, only(None, what="Transcription delay cannot be chosen.")] = None
     keywords: Annotated[
-        list[str] | None, only(None, [], what="Keywords are not supported; use the prompt.")
+        _Nothing | None, only(None, [], what="Keywords are not supported; use the prompt.")
     ] = None
     languages: Annotated[
-        list[str] | None, only(None, [], what="Give one language in 'language'.")
+        _Nothing | None, only(None, [], what="Give one language in 'language'.")
     ] = None
 
 
@@ -159,7 +161,7 @@ class ParleyParams(WireModel):
 
     trace: bool = False
     word_timestamps: bool = False
-    tools: Annotated[list[ShortText] | None, Field(max_length=128)] = None
+    tools: Annotated[list[ShortText], AtMost(128)] | None = None
     budget_ms: Annotated[int | None, Field(ge=50, le=60_000)] = None
 
 
@@ -219,7 +221,7 @@ class SessionParams(WireModel):
         None, only(None, what="The model does not reason apart from its answer.")
     ] = None
     include: Annotated[
-        list[str] | None, only(None, [], what="Nothing more can be included yet.")
+        _Nothing | None, only(None, [], what="Nothing more can be included yet.")
     ] = None
     audio: AudioParams = AudioParams()
     parley: Annotated[ParleyParams, null_is(ParleyParams())] = ParleyParams()
@@ -405,7 +407,7 @@ def to_wire(
         "instructions": params.instructions,
         "output_modalities": params.output_modalities,
         "max_output_tokens": params.max_output_tokens or "inf",
-        "tools": [tool.model_dump(exclude_none=True) for tool in params.tools or ()],
+        "tools": [tool.to_wire() for tool in params.tools or ()],
         "tool_choice": choice_to_wire(params.tool_choice),
         "truncation": _truncation_to_wire(params.truncation),
         "tracing": None,

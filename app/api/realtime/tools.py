@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, StringConstraints
 
-from app.api.validation import WireModel, invalid, unsupported
+from app.api.validation import AtMost, WireModel, invalid, unsupported
 from app.conversation import Tool, ToolChoice
 from app.errors import ClientError
 
@@ -15,6 +15,7 @@ MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Schema = Annotated[dict[str, Any], AtMost(1024)]
 
 
 def _tool_type(value: Any) -> Any:
@@ -43,7 +44,12 @@ class FunctionTool(WireModel):
     type: Annotated[Literal["function"], BeforeValidator(_tool_type)]
     name: ToolName
     description: Annotated[str, StringConstraints(max_length=8192)] = ""
-    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_schema)] = None
+    parameters: Annotated[Schema | None, BeforeValidator(_schema)] = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """As the session object shows it."""
+        shown = {"type": self.type, "name": self.name, "description": self.description}
+        return shown if self.parameters is None else {**shown, "parameters": self.parameters}
 
     def to_domain(self) -> Tool:
         """In the conversation's terms; without parameters it takes none."""
@@ -61,7 +67,7 @@ def _choice(value: Any) -> Any:
         raise unsupported("This server does not speak to MCP servers.")
     if (
         isinstance(value, dict)
-        and set(value) == {"type", "name"}
+        and value.keys() == {"type", "name"}
         and value["type"] == "function"
         and isinstance(value["name"], str)
     ):
@@ -69,7 +75,7 @@ def _choice(value: Any) -> Any:
     raise invalid('expected "auto", "none", "required", or {"type": "function", "name": "..."}')
 
 
-Tools = Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None
 Choice = Annotated[ToolChoice | None, BeforeValidator(_choice)]
 
 

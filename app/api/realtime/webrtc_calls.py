@@ -20,12 +20,12 @@ from fastapi.responses import JSONResponse, Response
 from app.access import Authenticator, Connections, Principal, RateLimits, peer_of
 from app.api.http.body import read_body
 from app.api.http.errors import error_response
+from app.api.http.json_input import json_object, parse_aside
 from app.api.http.multipart import form_fields
 from app.api.model_names import OWN_NAME, is_beta
 from app.api.realtime.call import CallConnection
 from app.api.realtime.call_registry import CallsRegistry
 from app.api.realtime.connection import MakeSession
-from app.api.validation import json_object
 from app.conversation import Services
 from app.errors import ClientError, UnavailableError
 from app.extras import how_to_install
@@ -229,8 +229,12 @@ async def _read(request: Request) -> tuple[str, dict[str, Any]]:
         )
     session = fields.get("session")
     # What is in the settings is checked where the session is opened.
-    opening = {} if session is None else json_object(session, "'session'", "session")
+    opening = {} if session is None else await parse_aside(_session_in, session)
     return _text(fields["sdp"], "sdp"), opening
+
+
+def _session_in(field: bytes) -> dict[str, Any]:
+    return json_object(field, "'session'", "session")
 
 
 def _text(data: bytes, param: str) -> str:

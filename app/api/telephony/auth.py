@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit, urlunsplit
 
 from starlette.datastructures import Headers
@@ -134,6 +134,10 @@ class PhoneGuard:
         s = self._settings
         return not (s.api_keys or s.phone_token or s.phone_twilio_auth_token)
 
+    def knows(self, offered: Iterable[str]) -> bool:
+        """One of ``offered`` opens a call whatever its stream says."""
+        return any(self._owner_of(token) is not None for token in offered)
+
     def check(self, started: Started, offered: Iterable[str]) -> str:
         """The owner of a call whose stream brought one of ``offered`` as its token.
 
@@ -143,13 +147,8 @@ class PhoneGuard:
         for token in tokens:
             if token and self.tokens.take(token, started.call_id):
                 return self.operator
-            if self._is_phone_token(token):
-                return self.operator
-            if token and self._settings.api_keys:
-                try:
-                    return self._gatekeeper.check_caller(_bearer(token)).owner
-                except AuthenticationError:
-                    continue
+            if (owner := self._owner_of(token)) is not None:
+                return owner
         if self.is_open:
             return self.operator
         raise AuthenticationError("The stream brings no valid token.")
@@ -168,9 +167,15 @@ class PhoneGuard:
             if not self._num_calls[account]:
                 del self._num_calls[account]
 
-    def _is_phone_token(self, token: str) -> bool:
+    def _owner_of(self, token: str) -> str | None:
+        """None: it is neither the phone token, nor a key, nor a client secret."""
         expected = self._settings.phone_token
-        return bool(expected) and hmac.compare_digest(_digest(expected), _digest(token))
+        if expected and hmac.compare_digest(_digest(expected), _digest(token)):
+            return self.operator
+        if token and self._settings.api_keys:
+            with suppress(AuthenticationError):
+                return self._gatekeeper.check_caller(_bearer(token)).owner
+        return None
 
 
 def tokens_in(headers: Headers) -> list[str]:

@@ -19,16 +19,17 @@ from xml.sax.saxutils import quoteattr
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import Response
 
-from app.access import Authenticator, RateLimits
+from app.access import Authenticator, RateLimits, peer_of
 from app.api.http.body import read_body
-from app.api.http.errors import error_response
+from app.api.http.errors import deny, error_response
 from app.api.realtime.call_registry import CallsRegistry
 from app.api.realtime.connection import MakeSession
 from app.api.telephony.auth import PhoneGuard, check_twilio, tokens_in
 from app.api.telephony.call import Greeting, PhoneCall
+from app.api.telephony.pending_streams import START_TIMEOUT_S, PendingStreams
 from app.config import Settings
 from app.conversation import Services, ToolContext
-from app.errors import ClientError, ConfigError, ParleyError, UnavailableError
+from app.errors import ClientError, ConfigError, ParleyError
 from app.transports.base import ChannelClosed, EventChannel
 from app.transports.telephony import (
     AudioSocket,
@@ -46,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 STREAM_PATH = "/phone/stream"
 MAX_FORM_BYTES = 64 * 1024
-# A provider says at once who it is.
-START_TIMEOUT_S = 10.0
 Meet = Callable[[Wire], Awaitable[tuple[PhoneProtocol, Started]]]
 _BUSY = '<?xml version="1.0" encoding="UTF-8"?><Response><Reject reason="busy"/></Response>'
 
@@ -80,32 +79,33 @@ class PhoneService:
         make_session: MakeSession,
     ) -> None:
         self.guard = PhoneGuard(services.settings, gatekeeper)
+        self.check_origin = gatekeeper.check_origin
         self._services = services
         self._connections = connections
         self._registry = registry
         self._limits = limits
         self._make_session = make_session
         self._greeting = Greeting(services)
-        self._num_starting = 0
+        self._pending = PendingStreams(connections.max_connections)
 
     @property
     def is_busy(self) -> bool:
         """No further call is taken at the moment."""
         return not self._connections.is_open
 
-    async def take(self, wire: Wire, tokens: Sequence[str] | None, meet: Meet) -> None:
-        """Serve a stream from its first message to its end, which ``meet`` reads.
+    async def take(
+        self, wire: Wire, tokens: Sequence[str] | None, meet: Meet, address: str = ""
+    ) -> None:
+        """Serve a stream from its first message, which ``meet`` reads, to its end.
 
-        ``tokens``: what it has brought; None: whoever reaches this wire is trusted.
+        ``tokens``: what its handshake has brought from ``address``; None: whoever reaches this wire
+        is trusted.
         """
         try:
             self._connections.check()
-            if self._num_starting >= self._connections.max_connections:
-                raise UnavailableError(
-                    f"{self._num_starting} streams have not begun yet; try again soon.",
-                    retry_after_s=START_TIMEOUT_S,
-                )
-            protocol, started = await self._start(wire, meet)
+            is_known = tokens is None or self.guard.knows(tokens)
+            async with self._pending.waiting(None if is_known else address):
+                protocol, started = await meet(wire)
             with ExitStack() as counted:
                 line, call = self._admit(wire, protocol, started, tokens, counted)
                 async with line:
@@ -120,14 +120,6 @@ class PhoneService:
             await wire.close(1008, f"no start within {START_TIMEOUT_S:g} s")
         except ChannelClosed as closed:
             await wire.close(closed.code, closed.reason)
-
-    async def _start(self, wire: Wire, meet: Meet) -> tuple[PhoneProtocol, Started]:
-        self._num_starting += 1
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                return await meet(wire)
-        finally:
-            self._num_starting -= 1
 
     def _admit(
         self,
@@ -217,10 +209,16 @@ def add_phone(app: FastAPI, desk: PhoneService, settings: Settings) -> None:
         await _take(websocket, [token])
 
     async def _take(websocket: WebSocket, tokens: list[str]) -> None:
+        try:
+            # Providers are no browsers: a page that connects is not to make calls for its visitor.
+            desk.check_origin(websocket.headers)
+        except ClientError as error:
+            await deny(websocket, error)
+            return
         offered = [*tokens, *tokens_in(websocket.headers)]
         await websocket.accept()
         async with WebSocketChannel(websocket) as wire:
-            await desk.take(wire, offered, meet_stream)
+            await desk.take(wire, offered, meet_stream, peer_of(websocket))
 
 
 def twiml(stream_url: str, parameters: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from app.digits import whole_number
 from app.errors import ClientError
 
 MAX_SDP_BYTES = 64 * 1024
@@ -35,7 +36,7 @@ _ANSWERS: dict[Direction, Direction] = {
     "recvonly": "sendonly",
     "inactive": "inactive",
 }
-_MEDIA_LINE = re.compile(r"m=(\w{1,32}) (\d{1,5}) ([\w/]{1,64}) (.{1,1024})")
+_MEDIA_LINE = re.compile(r"m=(\w{1,32}) (\d{1,5}) ([\w/]{1,64}) (.{1,1024})", re.ASCII)
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`{|}~-]{1,64}")
 _FINGERPRINT = re.compile(r"(sha-(?:256|384|512)) ([0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){31,63})")
 # RFC 8839, section 5.4: ice-char is ALPHA / DIGIT / "+" / "/".
@@ -43,7 +44,8 @@ _UFRAG = re.compile(r"[A-Za-z0-9+/]{4,256}")
 _PASSWORD = re.compile(r"[A-Za-z0-9+/]{22,256}")
 _CANDIDATE = re.compile(
     r"(?P<foundation>[\w+/-]{1,32}) (?P<component>\d{1,3}) (?P<transport>\w{1,8})"
-    r" (?P<priority>\d{1,10}) (?P<host>[\w.:-]{1,255}) (?P<port>\d{1,5}) typ (?P<type>\w{1,8})"
+    r" (?P<priority>\d{1,10}) (?P<host>[\w.:-]{1,255}) (?P<port>\d{1,5}) typ (?P<type>\w{1,8})",
+    re.ASCII,
 )
 
 
@@ -211,9 +213,9 @@ def _opus_payload_type(audio: Section) -> int:
     offered = audio.formats.split()
     for value in audio.attributes.get("rtpmap", []):
         number, _, codec = value.partition(" ")
-        if codec.lower() == "opus/48000/2" and number in offered and number.isdigit():
-            payload_type = int(number)
-            if payload_type < 128:
+        if codec.lower() == "opus/48000/2" and number in offered:
+            payload_type = whole_number(number, max_digits=3)
+            if payload_type is not None and payload_type < 128:
                 return payload_type
     raise SdpError("The audio section does not offer Opus (opus/48000/2), the codec we speak.")
 
@@ -258,9 +260,10 @@ def _number(section: Section, name: str, default: int, largest: int) -> int:
     value = section.last(name)
     if not value:
         return default
-    if not value.isdigit() or len(value) > 10 or int(value) > largest:
+    number = whole_number(value, max_digits=10)
+    if number is None or number > largest:
         raise SdpError(f"a={name} must be a number up to {largest}.")
-    return int(value)
+    return number
 
 
 @dataclass(frozen=True, slots=True)

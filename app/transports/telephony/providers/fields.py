@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.digits import whole_number
 from app.transports.telephony.protocol import KeyPressed, Message, PhoneProtocolError
 
 Object = dict[str, Any]
@@ -66,8 +67,8 @@ def number(message: Object, name: str) -> int | None:
     value = message.get(name)
     if value is None:
         return None
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
-        return int(value)
+    if isinstance(value, str) and (found := whole_number(value, max_digits=18)) is not None:
+        return found
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18:
         return value
     raise PhoneProtocolError(f"'{name}' is {shown(value)}, expected a whole number")

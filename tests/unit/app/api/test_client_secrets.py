@@ -17,6 +17,7 @@ from websockets.exceptions import InvalidStatus
 from app.access.auth import AuthenticationError, Authenticator
 from app.access.client_secrets import ClientSecretStore, TooManySecretsError
 from app.config import Settings
+from app.errors import ClientError
 from app.server.lifecycle import listening
 from app.server.routes import create_app
 from tests.support.fake_realtime import FakeSession
@@ -127,14 +128,55 @@ def httpx_headers(key: str) -> Headers:
 def test_the_store_is_bounded_and_makes_room_by_time_only() -> None:
     now_s = 0.0
     store = ClientSecretStore(max_secrets=3, now_s=lambda: now_s)
-    first = [store.create("o", {}, 10 + i)[0] for i in range(3)]
-    with pytest.raises(TooManySecretsError):
+    first = [store.create(f"o{i}", {}, 10 + i)[0] for i in range(3)]
+    with pytest.raises(TooManySecretsError) as refused:
         store.create("o", {}, 10)
+    assert refused.value.retry_after_s == 10.0
     assert all(store.find(value) for value in first)
     now_s = 11.0
     store.create("o", {}, 10)
-    store.create("o", {}, 10)
+    store.create("p", {}, 10)
     assert [store.find(value) is None for value in first] == [True, True, False]
+
+
+def test_an_owner_has_a_quarter_of_the_store() -> None:
+    now_s = 100.0
+    store = ClientSecretStore(max_secrets=8, now_s=lambda: now_s)
+    for lifetime_s in (30, 20):
+        store.create("anyone", {}, lifetime_s, "address 192.0.2.1")
+    with pytest.raises(TooManySecretsError, match="You have 2 client secrets") as refused:
+        store.create("anyone", {}, 10, "address 192.0.2.1")
+    assert refused.value.retry_after_s == 20.0
+    store.create("anyone", {}, 10, "address 192.0.2.2")
+    store.create("k1", {}, 10)
+    now_s = 120.0
+    store.create("anyone", {}, 10, "address 192.0.2.1")
+
+
+def test_the_session_that_is_kept_is_bounded_and_comes_back_as_it_was() -> None:
+    store = ClientSecretStore()
+    session = {"instructions": "é" * 32_000, "tools": [{"parameters": {"maximum": 10**30}}]}
+    value, _ = store.create("o", session, 10)
+    record = store.find(value)
+    assert record is not None and record.session == session
+    with pytest.raises(ClientError, match="65536 bytes") as refused:
+        store.create("o", {"instructions": "é" * 33_000}, 10)
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "session")
+
+
+async def test_too_many_secrets_or_too_fast_are_refused_with_retry_after() -> None:
+    path = "/v1/realtime/client_secrets"
+    async with server(max_sessions_per_minute=300) as http:
+        for _ in range(250):
+            assert (await http.post(path, json={"session": {}})).status_code == 200
+        refused = await http.post(path)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "too_many_client_secrets"
+        assert 590 <= int(refused.headers["retry-after"]) <= 600
+        http.headers["authorization"] = "Bearer k2"
+        assert (await http.post(path)).status_code == 200
+    async with server(max_sessions_per_minute=2) as http:
+        assert [(await http.post(path)).status_code for _ in range(3)] == [200, 200, 429]
 
 
 def test_owners_are_told_apart_and_never_shown() -> None:

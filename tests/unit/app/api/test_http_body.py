@@ -13,6 +13,8 @@ import pytest
 
 from app.api.audio import routes
 from app.api.http import body
+from app.api.http.body import BodyBudget
+from app.errors import UnavailableError
 from app.server.lifecycle import create_app, listening
 from tests.support.fakes import ScriptedEngine, fake_services
 
@@ -100,3 +102,42 @@ async def test_who_leaves_in_the_middle_is_no_fault_of_ours(
                 while asyncio.all_tasks() - tasks:  # noqa: ASYNC110 - nobody tells its end
                     await asyncio.sleep(0.01)
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_bodies_share_what_there_is_and_no_address_has_more_than_half() -> None:
+    budget = BodyBudget(max_bytes=100)
+    with budget.part("a") as one, budget.part("a") as another, budget.part("b") as other:
+        one(30)
+        another(20)
+        other(50)
+        assert len(budget) == 100
+        for grow in (one, other):
+            with pytest.raises(UnavailableError, match="try again soon") as refused:
+                grow(1)
+            assert refused.value.retry_after_s > 0
+    assert len(budget) == 0
+    with budget.part("c") as grow:
+        grow(50)
+
+
+@pytest.mark.parametrize("path", sorted(set(ROUTES) - {"/v1/audio/transcriptions"}))
+async def test_bodies_that_are_being_read_are_bounded_together(path: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as (port, app):
+        app.state.bodies = budget = BodyBudget(max_bytes=10)
+        _, waiting = await begin(port, path, 1000)  # sends three bytes
+        async with asyncio.timeout(10):
+            while len(budget) < 3:  # noqa: ASYNC110 - what is waited for is in the server
+                await asyncio.sleep(0.005)
+        reader, writer = await begin(port, path, 3)
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 503 " in head and b"retry-after: 1\r\n" in head.lower()
+        writer.close()
+        waiting.transport.abort()
+        async with asyncio.timeout(10):
+            while len(budget):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        reader, writer = await begin(port, path, 3)
+        async with asyncio.timeout(10):
+            assert b" 503 " not in await reader.readline()
+        writer.close()

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.observe import query
 from app.server.lifecycle import create_app, listening
 from tests.support.fake_turns import a_turn
 from tests.support.fakes import ScriptedEngine, fake_services
@@ -107,6 +108,21 @@ async def test_one_turn_conversations_and_statistics(http: httpx.AsyncClient) ->
     assert stats["summary"]["voice_to_voice_ms"]["max"] == 900.0
     assert stats["slowest"][0]["turn_id"] == "turn_24"
     assert sum(bucket["turns"] for bucket in stats["buckets"]) == 15
+
+
+async def test_statistics_have_few_buckets(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "MAX_CHOSEN_BUCKETS", 24)
+    refused = await http.get("/v1/traces/stats?bucket_s=1")  # there is a turn each second
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "bucket_s")
+    assert "1 s make 25 buckets" in error["message"] and "at most 24" in error["message"]
+    for asked in ("bucket_s=2", "bucket_s=1&since=1796000001", ""):
+        answer = await http.get(f"/v1/traces/stats?{asked}")
+        assert answer.status_code == 200
+        assert sum(bucket["turns"] for bucket in answer.json()["buckets"]) >= 24
 
 
 async def test_a_client_reports_what_was_heard(http: httpx.AsyncClient) -> None:

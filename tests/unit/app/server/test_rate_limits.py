@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from typing import Any, cast
 
 import pytest
 
 from app.access import rate_limits
 from app.access.rate_limits import RateLimitedError, RateLimits, RateState, TokenBucket
+from app.api.realtime.connection import RealtimeConnection
 from app.config import Settings
+from app.conversation.session import Session
+from tests.support.fake_realtime import FakeChannel, FakeSession
+from tests.support.fakes import ScriptedEngine, fake_services
 
 
 class Clock:
@@ -77,6 +82,41 @@ async def test_messages_above_the_limit_are_read_later(monkeypatch: pytest.Monke
     assert waited[-1] == pytest.approx((1 + 961) / 50)
     await limits.pacer("b")(100)
     assert len(waited) == 2
+
+
+async def test_answers_that_are_longer_than_their_events_count_as_well() -> None:
+    channel, clock = FakeChannel(), Clock()
+    pace = RateLimits(Settings(max_messages_per_s=1000), clock).pacer("a")
+    connection = RealtimeConnection(
+        channel,
+        fake_services(ScriptedEngine()),
+        "parley",
+        make_session=lambda *args: cast(Session, FakeSession(*args)),
+        pace=pace,
+    )
+    running = asyncio.create_task(connection.run())
+    await channel.until("session.created")
+
+    async def cost(kind: str, **fields: Any) -> int:
+        before = pace.state().remaining
+        channel.say(kind, **fields)
+        await channel.next()
+        return before - pace.state().remaining
+
+    large = [{"type": "function", "name": f"f{n}", "description": "d" * 8000} for n in range(100)]
+    assert await cost("session.update", session={"tools": large}) == 1 + 49 + 49  # of 16 KiB
+    assert await cost("session.update", session={}) == 1 + 49
+    assert await cost("conversation.item.retrieve", item_id="i") == 1
+    attached = FakeChannel()
+    before = pace.state().remaining
+    attaching = asyncio.create_task(connection.attach(attached))
+    created = await attached.until("session.created")
+    assert before - pace.state().remaining == 49
+    assert len(json.dumps(created)) > 800_000
+    assert await cost("session.update", session={}) == 1 + 2 * 49, "both clients hear of it"
+    for closing in (attached, channel):
+        await closing.close(1000, "bye")
+    await asyncio.gather(running, attaching)
 
 
 def test_the_number_of_owners_is_bounded(monkeypatch: Any) -> None:

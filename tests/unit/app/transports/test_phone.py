@@ -283,10 +283,6 @@ async def test_streams_that_do_not_begin_are_told_why(tmp_path: Path) -> None:
         assert (await closing(server, "{}"))[0] == 1008
         connected = json.dumps({"event": "connected"})
         assert await closing(server, connected, connected) == (1008, "'connected' came twice")
-        url = server.url.replace("http", "ws") + "/phone/stream"
-        async with connect(url, proxy=None):  # says nothing
-            code, reason = await closing(server, connected)
-            assert (code, reason) == (1013, "1 streams have not begun yet; try again soon.")
         async with phone(server) as caller:
             await caller.ask()
             await caller.until(Play)

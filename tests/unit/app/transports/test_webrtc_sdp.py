@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.transports.webrtc.sdp import MAX_SDP_BYTES, Local, Offer, SdpError, answer, parse_offer
+from tests.unit.app.server.test_digits import ODD_DIGITS
 
 FINGERPRINT = ":".join(["AB"] * 32)
 # The shape of Chromium's offers; addresses from the documentation ranges.
@@ -178,6 +179,13 @@ def test_a_call_without_data_channel_or_without_audio() -> None:
         (changed("sha-256", "md5"), "a=fingerprint"),
         (changed("a=sctp-port:5000", "a=sctp-port:99999"), "a=sctp-port"),
         (changed("a=max-message-size:262144", "a=max-message-size:-1"), "a=max-message-size"),
+        *((changed("a=sctp-port:5000", f"a=sctp-port:{n}"), "a=sctp-port") for n in ODD_DIGITS),
+        *(
+            (changed("a=max-message-size:262144", f"a=max-message-size:1{n}"), "a=max-message-size")
+            for n in ODD_DIGITS
+        ),
+        *((changed("m=audio 9 ", f"m=audio {n} "), "media line") for n in ODD_DIGITS),
+        *((OFFER.replace(" 111", f" {n}").replace(":111", f":{n}"), "Opus") for n in ODD_DIGITS),
         (changed("m=audio 9 UDP", "m=audio nine UDP"), "media line"),
         (OFFER + "m=audio 9 UDP/TLS/RTP/SAVPF 0\r\n" * 20, "more than 16"),
         (OFFER + "a=x\r\n" * MAX_SDP_BYTES, "too long"),

@@ -1,4 +1,4 @@
-"""How many files and texts are worked on at once, and how many of one owner."""
+"""Limits on the requests of one kind that are worked on at once, in all and of one owner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ _RETRY_AFTER_S = 2.0
 
 
 class ConcurrencyLimiter:
-    """``max_places`` in all; an owner may have half of them, so that nobody takes all."""
+    """``max_places`` in all; an owner may have half of them, so that nobody takes all.
 
-    def __init__(self, max_places: int) -> None:
+    ``kind``: of the requests, for error messages.
+    """
+
+    def __init__(self, max_places: int, kind: str) -> None:
         self._max_places = max_places
+        self._kind = kind
         self._max_of_owner = (max_places + 1) // 2
         self._taken: Counter[str] = Counter()
 
@@ -29,13 +33,14 @@ class ConcurrencyLimiter:
         """
         if self._taken[owner] >= self._max_of_owner:
             raise RateLimitedError(
-                f"You have {self._max_of_owner} audio requests at work already; try again when "
-                "one is done.",
+                f"You have {self._max_of_owner} {self._kind} requests at work already; try again "
+                "when one is done.",
                 _RETRY_AFTER_S,
             )
         if len(self) >= self._max_places:
             raise UnavailableError(
-                f"All {self._max_places} places for audio requests are taken; try again soon.",
+                f"All {self._max_places} places for {self._kind} requests are taken; try again "
+                "soon.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._taken[owner] += 1
