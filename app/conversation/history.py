@@ -57,8 +57,8 @@ class SpokenRecord:
 
     @property
     def delivered_ms(self) -> int:
-        """Length of all audio that the client received for the item."""
-        return self.delivered_samples * 1000 // self.rate
+        """Length of all audio that the client received for the item, a begun millisecond whole."""
+        return -(-self.delivered_samples * 1000 // self.rate)
 
 
 @dataclass(slots=True)

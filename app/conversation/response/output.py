@@ -173,7 +173,9 @@ class Output:
         )
         item = Item(new_id("item"), "assistant", [Part(kind, "")], "in_progress")
         spoken = SpokenRecord(self._format.rate)
-        message = _Message(item, spoken, self.playout.sent_samples, clause.part)
+        # Audio that a pause discarded is sent again before the new message's.
+        pending = sum(len(chunk.samples) for chunk in self._to_repeat)
+        message = _Message(item, spoken, self.playout.sent_samples + pending, clause.part)
         self._messages.append(message)
         await self._add(item, spoken, is_for_model=not clause.is_filler)
         self._opened.set()
@@ -253,7 +255,12 @@ class Output:
         return True
 
     async def release(self) -> None:
-        """Go on where it stopped, to the sample. Returns when that has caught up."""
+        """Resume where playback stopped, to the sample. Returns when all of that was sent again.
+
+        A response that has ended meanwhile stays cut.
+        """
+        if self._is_over or self._is_stopped:
+            return
         self._is_held = False
         for message in self._messages:
             self._restore(message)
