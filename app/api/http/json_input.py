@@ -35,6 +35,7 @@ _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{500,4300}(?![0-9])")
 LIGHT_CHARS = 16 * 1024
 _MEDIUM_CHARS = 64 * 1024
 _FEW_VALUES = 500
+_VALUES_BESIDE_A_STRING = 20
 _CHUNK_CHARS = 16 * 1024
 
 TextT = TypeVar("TextT", bound=str | bytes)
@@ -95,7 +96,7 @@ def is_light(text: str | bytes) -> bool:
         return True
     if len(text) > _MEDIUM_CHARS:
         return False
-    return all(_num_found(mark, text, _FEW_VALUES) < _FEW_VALUES for mark in ",[{")
+    return all(num_found(mark, text, _FEW_VALUES) < _FEW_VALUES for mark in ",[{")
 
 
 def _parsed(text: str | bytes) -> Any:
@@ -121,7 +122,7 @@ class _Excess:
 
 def _excess(text: str | bytes) -> _Excess | None:
     """None if ``text`` is within the limits."""
-    if is_light(text):
+    if is_light(text) or _is_one_string(text):
         return None
     num_values = num_escapes = num_digits = 0
     is_in_string = False
@@ -150,8 +151,16 @@ def _excess(text: str | bytes) -> _Excess | None:
     return None
 
 
-def _num_found(mark: str, text: str | bytes, most: int) -> int:
-    """How often ``text`` has ``mark``, up to ``most``; faster than to count where it has few."""
+def _is_one_string(text: str | bytes) -> bool:
+    """A long ``text`` with few values: most of it are a few strings, such as minutes of audio."""
+    few = _VALUES_BESIDE_A_STRING
+    return all(num_found(mark, text, few) < few for mark in ",[{") and (
+        num_found("\\", text, MAX_ESCAPES + 1) <= MAX_ESCAPES
+    )
+
+
+def num_found(mark: str, text: str | bytes, most: int) -> int:
+    """The number of ``mark`` in ``text``, at most ``most``; faster than count() if it is small."""
     count, at = 0, -1
     while count < most:
         at = text.find(mark, at + 1) if isinstance(text, str) else text.find(mark.encode(), at + 1)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from app.api.http.json_input import InputTooLargeError, json_object
+from app.api.http.json_input import InputTooLargeError, json_object, num_found
 from app.api.realtime.session_params import SessionParams
 from app.api.realtime.tools import Choice, ToolName, Tools
 from app.api.validation import (
@@ -285,7 +285,9 @@ def parse_message(message: str | bytes) -> dict[str, Any]:
             "as base64.",
             code="invalid_message",
         )
-    if len(message) >= _BIG_MESSAGE_CHARS and message.count(",") > _MAX_COMMAS:
+    if len(message) >= _BIG_MESSAGE_CHARS and (
+        num_found(",", message, _MAX_COMMAS + 1) > _MAX_COMMAS
+    ):
         raise InputTooLargeError(
             f"The event is too large: {len(message)} characters. Only the audio of "
             f"input_audio_buffer.append may exceed {_BIG_MESSAGE_CHARS}.",

@@ -52,6 +52,7 @@ def test_values_are_counted_outside_of_strings(
         patch.setattr(json_input, "_CHUNK_CHARS", chunk_chars)
         patch.setattr(json_input, "LIGHT_CHARS", -1)  # short texts are scanned as well
         patch.setattr(json_input, "_MEDIUM_CHARS", -1)
+        patch.setattr(json_input, "_VALUES_BESIDE_A_STRING", 0)
         for form in (text, text.encode()):
             patch.setattr(json_input, "MAX_VALUES", count)
             assert json_object(form) == value
@@ -90,8 +91,10 @@ def test_numbers_and_escapes_are_counted() -> None:
     assert error.message == "The body may have at most 65536 digits in its longest numbers."
     json_object(json.dumps({"a": long_number * 100}))  # as a string they cost nothing
     json_object(json.dumps({"a": "é" * 400_000}))
-    error = refused(json.dumps({"a": "é" * 600_000}))
-    assert error.message == "The body may have at most 500000 escaped characters."
+    for escapes in ("é" * 600_000, "/" * 600_000, '"' * 600_000):
+        text = json.dumps({"a": escapes}).replace("/", "\\/")
+        error = refused(text)
+        assert error.message == "The body may have at most 500000 escaped characters."
 
 
 @pytest.mark.parametrize(
