@@ -314,6 +314,13 @@ class Settings(BaseSettings):
             "replaced faster."
         ),
     )
+    llm_hang_timeout_s: float = Field(
+        default=10.0,
+        ge=0.0,
+        description=(
+            "Time without a heartbeat after which the engine process is replaced; 0: never."
+        ),
+    )
     llm_speculation: str = Field(
         default="auto",
         min_length=1,

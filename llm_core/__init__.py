@@ -16,6 +16,7 @@ from llm_core.config import HeadKind
 from llm_core.errors import (
     EngineBusyError,
     EngineDiedError,
+    InternalError,
     InvalidRequestError,
     LlmError,
     ModelLoadError,
@@ -93,6 +94,7 @@ __all__ = [
     "Guide",
     "HeadKind",
     "HeadProgress",
+    "InternalError",
     "InvalidRequestError",
     "JsonGuide",
     "LlmError",

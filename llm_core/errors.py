@@ -41,6 +41,12 @@ class RequestTimeoutError(LlmError):
     code = "request_timeout"
 
 
+class InternalError(LlmError):
+    """A fault of ours, or of a library, in serving one request; the log has the traceback."""
+
+    code = "internal_error"
+
+
 class EngineDiedError(LlmError):
     """The engine process ended while the request was running."""
 
@@ -56,9 +62,16 @@ _BY_CODE: dict[str, type[LlmError]] = {
         PromptTooLongError,
         EngineBusyError,
         RequestTimeoutError,
+        InternalError,
         EngineDiedError,
     )
 }
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether ``error`` is of the code that ran, rather than a wish to end the process. A panic of
+    a Rust library is, though its class is not an Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def from_code(code: str, message: str) -> LlmError:

@@ -243,6 +243,13 @@ class GenerationDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 GenerationEvent = FirstToken | TextDelta | GenerationDone
 
 
+class GuideReady(msgspec.Struct, frozen=True, kw_only=True, tag="guide_ready"):
+    """A guide can be followed, and replies that have it begin without a delay. ``num_bytes``:
+    what it takes of the engine's memory, about."""
+
+    num_bytes: int
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine has loaded. ``content_hash``: see ``model_hash``."""
 
@@ -299,13 +306,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``max_step_ms`` is how long a prompt's chunk may keep the streams waiting; the number of rows
     that this allows is learnt from the steps. ``standby`` keeps a second
     process that has loaded its code (160 MB) and needs only the model when the first one
-    dies. ``backend`` "triton" is kernels on a GPU, "native" compiled C, "torch" torch's operations,
-    "auto" the fastest one that can run here; ``native_cache_dir`` is where the compiled library is
-    kept (None: the user's cache directory). ``tensor_parallel`` is how many GPUs of this machine
-    share one model, each with a process of its own; steps of ``overlap_rows`` rows and more (0:
-    none) are computed in two halves, so that their sums over the GPUs overlap with computing.
-    ``overlap_steps``: on a GPU the next step is planned and launched while one runs; the tokens are
-    then known one step later. ``torch_compile``: what a GPU step leaves to torch is compiled.
+    dies. An engine that gives no sign of life for ``hang_timeout_s``, or is as long at one thing
+    that should take milliseconds, is killed and started again (0: never). ``backend`` "triton" is
+    kernels on a GPU, "native" compiled C, "torch" torch's operations, "auto" the fastest one that
+    can run here; ``native_cache_dir`` is where the compiled library is kept (None: the user's cache
+    directory). ``tensor_parallel`` is how many GPUs of this machine share one model, each with a
+    process of its own; steps of ``overlap_rows`` rows and more (0: none) are computed in two
+    halves, so that their sums over the GPUs overlap with computing. ``overlap_steps``: on a GPU the
+    next step is planned and launched while one runs; the tokens are then known one step later.
+    ``torch_compile``: what a GPU step leaves to torch is compiled.
 
     ``speculation`` says who drafts: "off" nobody; "auto" the draft head that comes with this
     package for the model, if there is one, and the model runs in compiled code on a CPU without an
@@ -335,6 +344,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "deadline"
     max_step_ms: int = 150
     standby: bool = False
+    hang_timeout_s: float = 10.0
     backend: ModelBackend = "auto"
     native_cache_dir: str | None = None
     speculation: str = "off"
@@ -358,6 +368,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hang_timeout_s != 0 and self.hang_timeout_s < 1:
+            raise ValueError(f"hang_timeout_s must be 0 or at least 1, got {self.hang_timeout_s}")
         if self.attention_sinks < 0:
             raise ValueError(f"attention_sinks must be at least 0, got {self.attention_sinks}")
         if self.attention_window is not None:

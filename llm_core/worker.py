@@ -1,30 +1,43 @@
 """The engine process: ``python -m llm_core.worker --fd N``, started by ``client.EngineClient``.
 
 One thread reads commands into a bounded queue; the main thread steps the engine, looks at the queue
-between steps, and sleeps on it when there is nothing to compute. The process ends when the other
-side of its socket is closed, whatever the reason, so that it never outlives its parent.
+between steps, and sleeps on it when there is nothing to compute. Requests whose guide is not
+compiled wait until a third thread has done it. A fourth one tells the client all the time that the
+process lives, and how long it has been at its step. The process ends when the other side of its
+socket is closed, whatever the reason, so that it never outlives its parent.
+
+A request in which something unforeseen is raised fails alone, as long as the engine's invariants
+hold; otherwise the process ends, and the client starts another one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
-import os
-import queue
 import signal
 import socket
 import sys
-import threading
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from llm_core.client import (
+from llm_core.client import period_s
+from llm_core.engine import Engine
+from llm_core.errors import (
+    EngineBusyError,
+    InternalError,
+    InvalidRequestError,
+    LlmError,
+    ModelLoadError,
+    is_fault,
+)
+from llm_core.faults import failure_of
+from llm_core.ipc import (
     Abort,
-    Command,
     CommitDraft,
     DraftCommand,
     Event,
@@ -33,11 +46,12 @@ from llm_core.client import (
     Generate,
     Generated,
     GetStats,
+    GuidePrepared,
     OpenDraft,
     Pin,
     Prefill,
     Prefilled,
-    ProtocolError,
+    PrepareGuide,
     Ready,
     Request,
     SetDeadline,
@@ -46,107 +60,151 @@ from llm_core.client import (
     Stats,
     TruncateDraft,
     UpdateDraft,
-    encode_events,
-    receive_command,
 )
-from llm_core.engine import Engine, Output
-from llm_core.errors import LlmError, ModelLoadError
-from llm_core.messages import EngineConfig, PrefillResult
+from llm_core.messages import EngineConfig, GenerationEvent, Guide, GuideReady, PrefillResult
 from llm_core.model_hash import content_hash
-from llm_core.process_logging import add_log_arguments, start_logging
+from llm_core.process_logging import add_log_arguments, log_arguments, start_logging
+from llm_core.structured.checker import GuideChecker
+from llm_core.structured.checker_process import Setup
+from llm_core.structured.constraint import CompiledGuide, GuideCompiler
+from llm_core.structured.grammar import guide_key
+from llm_core.structured.preparation import GuideDesk, Prepared
+from llm_core.worker_io import Heart, Inbox, Outbox, Received
 
 logger = logging.getLogger("llm_core.worker")
 
-_EXIT_GRACE_S = 2.0
-_MAX_COMMANDS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Received:
-    command: Command
-    received_ns: int
-
-
-class _Inbox:
-    """Commands from the socket, stamped as they arrive; None in the queue is the end.
-
-    Bounded: when it is full the reader thread waits, the socket fills, and the client's own
-    writing waits in turn. Nothing is dropped.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._queue: queue.Queue[_Received | None] = queue.Queue(_MAX_COMMANDS)
-        self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="llm-commands", daemon=True)
-        self._thread.start()
-
-    def take(self, *, wait: bool) -> list[_Received] | None:
-        """All that has arrived, after waiting for at least one if asked to; None at the end."""
-        taken: list[_Received] = []
-        try:
-            item = self._queue.get(block=wait)
-            while item is not None:
-                taken.append(item)
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            return taken
-        return None
-
-    def finish(self) -> None:
-        """The main thread is done; the reader need not end the process by force."""
-        self._finished.set()
-
-    def _read(self) -> None:
-        try:
-            while (command := receive_command(self._connection)) is not None:
-                self._queue.put(_Received(command, time.monotonic_ns()))
-        except ProtocolError as error:
-            logger.error("command not understood: %s", error)
-        try:
-            self._queue.put(None, timeout=_EXIT_GRACE_S)
-        except queue.Full:
-            logger.warning("the step loop does not take commands any more")
-        # The main thread may be deep in loading a model; the parent is gone, so go too.
-        if not self._finished.wait(_EXIT_GRACE_S):
-            os._exit(1)
+# Each may take a second of the one thread that compiles guides.
+_MAX_HELD = 16
 
 
 class Worker:
     """Turns commands into engine calls and engine outputs into events."""
 
-    def __init__(self, engine: Engine, inbox: _Inbox, connection: socket.socket) -> None:
+    def __init__(
+        self, engine: Engine, inbox: Inbox, outbox: Outbox, desk: GuideDesk, max_held: int
+    ) -> None:
+        """``desk`` puts what it has prepared into the inbox; ``max_held`` requests may wait for
+        it."""
         self._engine = engine
         self._inbox = inbox
-        self._connection = connection
+        self._outbox = outbox
+        self._desk = desk
+        self._max_held = max_held
+        self._held: dict[int, Received] = {}  # by the ids of their requests
+        self._waiting: dict[bytes, list[int]] = {}  # these ids, by the keys of their guides
 
     def run(self) -> None:
-        """Returns when the client has closed its side."""
+        """Returns when the client has closed its side. Raises what ends the engine."""
         while (received := self._inbox.take(wait=not self._engine.has_work)) is not None:
-            events = [event for item in received for event in self._handle(item)]
-            events += [_event(output) for output in self._engine.step()]
-            if events:
-                _send(self._connection, events)
+            self.turn(received)
 
-    def _handle(self, item: _Received) -> list[Event]:
-        command = item.command
-        match command:
+    def turn(self, received: Sequence[Received | Prepared]) -> None:
+        """Handles what has arrived, and makes a step."""
+        progress = self._engine.progress
+        with progress.at("commands"):
+            events = [event for item in received for event in self._handle(item)]
+        with progress.at("step"):
+            outputs = self._engine.step()
+        for request_id, result in outputs:
+            events.append(_event(request_id, result))
+            self._check_after(result)
+        if events:
+            self._outbox.send(events)
+
+    def _check_after(self, result: object) -> None:
+        """Raises AssertionError when a fault has left more than its request in disorder."""
+        if isinstance(result, InternalError):
+            self._engine.check()
+
+    def _handle(self, item: Received | Prepared) -> list[Event]:
+        if isinstance(item, Prepared):
+            return self._on_prepared(item)
+        match item.command:
             case Start():
                 logger.error("a second start command is ignored")
             case Abort(request_id):
+                self._held.pop(request_id, None)
                 self._engine.abort(request_id)
             case SetDeadline(request_id, deadline_ns):
-                self._engine.set_deadline(request_id, deadline_ns)
+                self._set_deadline(request_id, deadline_ns)
             case GetStats(request_id):
-                return [Stats(request_id, self._engine.stats())]
+                stats = self._engine.stats()
+                num_held = sum(isinstance(held.command, Generate) for held in self._held.values())
+                stats = msgspec.structs.replace(stats, num_waiting=stats.num_waiting + num_held)
+                return [Stats(request_id, stats)]
             case _:
-                try:
-                    result = self._begin(command, item.received_ns)
-                except LlmError as error:
-                    return [Failed(command.request_id, error.code, str(error))]
-                if result is not None:
-                    return [Prefilled(command.request_id, result)]
+                return self._try(item.command, item)
         return []
+
+    def _try(self, command: Request | DraftCommand, item: Received) -> list[Event]:
+        request_id = command.request_id
+        try:
+            if isinstance(command, PrepareGuide):
+                return self._prepare(command, item)
+            guide = _guide_of(command)
+            if guide is not None and self._find(command, guide, item) is None:
+                return []
+            result = self._begin(command, item.received_ns)
+        except BaseException as error:
+            failure = failure_of(error, f"request {request_id}")
+            if isinstance(command, CommitDraft) or isinstance(failure, InternalError):
+                self._engine.abort(request_id)
+            self._check_after(failure)
+            return [_failed(request_id, failure)]
+        return [] if result is None else [Prefilled(request_id, result)]
+
+    def _prepare(self, command: PrepareGuide, item: Received) -> list[Event]:
+        compiled = self._find(command, command.guide, item)
+        if compiled is None:
+            return []
+        return [GuidePrepared(command.request_id, GuideReady(num_bytes=compiled.num_bytes))]
+
+    def _find(
+        self, command: Request | DraftCommand, guide: Guide, item: Received
+    ) -> CompiledGuide | None:
+        """The guide of a request. None: it is not compiled yet, and the request waits for it.
+        Raises InvalidRequestError when it cannot be, EngineBusyError when too many wait."""
+        key = guide_key(guide)
+        compiled = self._engine.guides.find(key)
+        if compiled is not None:
+            return compiled
+        if len(self._held) >= self._max_held:
+            raise EngineBusyError(
+                f"{len(self._held)} requests wait for their guides to be compiled; try again later"
+            )
+        if key not in self._waiting:
+            self._waiting[key] = []
+            self._desk.ask(key, guide, _priority_of(command))
+        self._waiting[key].append(command.request_id)
+        self._held[command.request_id] = item
+        return None
+
+    def _on_prepared(self, prepared: Prepared) -> list[Event]:
+        outcome = prepared.outcome
+        failure = None
+        if isinstance(outcome, CompiledGuide | InvalidRequestError):
+            self._engine.guides.keep(prepared.key, outcome)
+        else:
+            failure = outcome
+        events: list[Event] = []
+        for request_id in self._waiting.pop(prepared.key):
+            item = self._held.pop(request_id, None)
+            if item is None:
+                continue  # aborted
+            if failure is not None:
+                self._engine.abort(request_id)  # a draft that was to be committed
+                events.append(_failed(request_id, failure))
+            else:
+                events += self._handle(item)
+        return events
+
+    def _set_deadline(self, request_id: int, deadline_ns: int | None) -> None:
+        held = self._held.get(request_id)
+        if held is not None and isinstance(held.command, Generate | CommitDraft):
+            options = msgspec.structs.replace(held.command.options, deadline_ns=deadline_ns)
+            command = msgspec.structs.replace(held.command, options=options)
+            self._held[request_id] = replace(held, command=command)
+        self._engine.set_deadline(request_id, deadline_ns)
 
     def _begin(self, command: Request | DraftCommand, received_ns: int) -> PrefillResult | None:
         """What the engine answers at once, if it does. Raises LlmError."""
@@ -175,21 +233,24 @@ class Worker:
         return None
 
 
-def _event(output: Output) -> Event:
-    request_id, result = output
+def _guide_of(command: Request | DraftCommand) -> Guide | None:
+    return command.params.guide if isinstance(command, Generate | CommitDraft) else None
+
+
+def _priority_of(command: Request | DraftCommand) -> int:
+    return command.options.priority if isinstance(command, Generate | CommitDraft) else 0
+
+
+def _event(request_id: int, result: GenerationEvent | PrefillResult | LlmError) -> Event:
     if isinstance(result, LlmError):
-        return Failed(request_id, result.code, str(result))
+        return _failed(request_id, result)
     if isinstance(result, PrefillResult):
         return Prefilled(request_id, result)
     return Generated(request_id, result)
 
 
-def _send(connection: socket.socket, events: list[Event]) -> None:
-    try:
-        connection.sendall(encode_events(events))
-    except ConnectionError:
-        # The client is gone; the inbox reports the end of its side too, and ends the loop.
-        logger.info("the client has closed the connection")
+def _failed(request_id: int, error: LlmError) -> Failed:
+    return Failed(request_id, error.code, str(error))
 
 
 def _load(config: EngineConfig) -> Engine:
@@ -209,29 +270,56 @@ def _load(config: EngineConfig) -> Engine:
     return engine
 
 
+def _open_desk(compiler: GuideCompiler, start: Start, inbox: Inbox) -> GuideDesk:
+    checker = None
+    with contextlib.suppress(InvalidRequestError):  # this model follows no guide
+        setup = Setup(compiler.vocabulary, compiler.tool_format)
+        checker = GuideChecker(setup, log_arguments(logger, start.config.log_format))
+    return GuideDesk(compiler, checker, inbox.put, start.known_guides)
+
+
 def serve(connection: socket.socket) -> int:
     """Serves one client until it closes; returns the exit status."""
-    inbox = _Inbox(connection)
+    inbox, outbox = Inbox(connection), Outbox(connection)
     try:
         received = inbox.take(wait=True)
         if not received:
             return 0
-        first = received[0].command
-        if not isinstance(first, Start):
+        first = received[0]
+        if not (isinstance(first, Received) and isinstance(first.command, Start)):
             logger.error("the first command is not start")
             return 1
+        heart = Heart(outbox, period_s(first.command.config.hang_timeout_s))
         try:
-            engine = _load(first.config)
-            content = content_hash(Path(first.config.model_path))
-            info = msgspec.structs.replace(engine.info, content_hash=content)
-        except LlmError as error:
-            _send(connection, [StartFailed(error.code, str(error))])
-            return 1
-        _send(connection, [Ready(info)])
-        Worker(engine, inbox, connection).run()
-        return 0
+            return _serve(first.command, inbox, outbox, heart)
+        finally:
+            heart.stop()
     finally:
         inbox.finish()
+
+
+def _serve(start: Start, inbox: Inbox, outbox: Outbox, heart: Heart) -> int:
+    config = start.config
+    try:
+        engine = _load(config)
+        content = content_hash(Path(config.model_path))
+        info = msgspec.structs.replace(engine.info, content_hash=content)
+    except LlmError as error:
+        outbox.send([StartFailed(error.code, str(error))])
+        return 1
+    desk = _open_desk(engine.guides, start, inbox)
+    heart.threads = (engine.progress, desk.progress)
+    outbox.send([Ready(info)])
+    try:
+        Worker(engine, inbox, outbox, desk, _MAX_HELD).run()
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        logger.exception("the engine cannot go on, and ends")
+        return 1
+    finally:
+        desk.close()
+    return 0
 
 
 def main() -> int:

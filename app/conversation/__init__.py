@@ -20,6 +20,7 @@ from app.conversation.events import (
 from app.conversation.ids import new_id
 from app.conversation.response.out_of_band import OutOfBandResponses
 from app.conversation.response.spec import ResponseRequest
+from app.conversation.response.tool_constraints import prepare_guides
 from app.conversation.services import Services
 from app.conversation.session import Session
 from app.conversation.session_config import (
@@ -41,6 +42,7 @@ from app.conversation.tools import ToolBox, ToolContext, tool
 from app.conversation.warm_up import warm_up
 
 __all__ = [
+    "prepare_guides",
     "BusyRecognizerError",
     "ToolContext",
     "DetectionKind",

@@ -38,6 +38,7 @@ from app.conversation.response.eager import EagerGeneration, warm
 from app.conversation.response.manager import ResponseManager
 from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.response.spec import ResponseRequest, no_active_response, response_is_active
+from app.conversation.response.tool_constraints import prepare_guides
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig
 from app.conversation.tasks import Tasks
@@ -127,6 +128,12 @@ class Session:
         await self._tasks.close()
         await self._responses.close()
         await self._ahead.close()
+
+    async def prepare_tools(self, config: SessionConfig, param: str) -> None:
+        """Ready the engine for the tools of ``config``, which may come into force next. Raises
+        ClientError, naming ``param``, when those of the client cannot be followed."""
+        services = self._services
+        await prepare_guides(services.engine, services.tools, config, param)
 
     async def update(self, config: SessionConfig) -> None:
         """Follow a changed configuration from now on. A running response keeps the old one."""

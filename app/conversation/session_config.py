@@ -97,6 +97,11 @@ class SessionConfig:
         return self.turn_detection, self.input_format, self.noise_reduction
 
     @property
+    def calling(self) -> tuple[tuple[Tool, ...], tuple[str, ...] | None, ToolChoice, bool]:
+        """What the model may call, and how."""
+        return self.tools, self.server_tools, self.tool_choice, self.parallel_tool_calls
+
+    @property
     def reading(self) -> tuple[str, tuple[Tool, ...], tuple[str, ...] | None]:
         """What the model reads before the conversation."""
         return self.instructions, self.tools, self.server_tools

@@ -24,7 +24,10 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "late", "failed")
 
 # Of turns that ended as failed, those that the engine has to answer for.
 ENGINE_ERRORS = frozenset(
-    {"engine_busy", "engine_died", "generation_failed", "llm_error", "request_timeout", "timed_out"}
+    (
+        *("engine_busy", "engine_died", "generation_failed", "internal_error", "llm_error"),
+        *("request_timeout", "timed_out"),
+    )
 )
 # Why an engine was left that had not failed: it gave no sign in time, as under load any may.
 NO_ANSWER = "no_answer"

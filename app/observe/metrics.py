@@ -33,6 +33,7 @@ ERROR_CODES = frozenset(
         "context_length_exceeded",
         "engine_busy",
         "engine_died",
+        "internal_error",
         "generation_failed",
         "invalid_request",
         "llm_error",

@@ -29,6 +29,7 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
+    Guide,
     LlmError,
     ModelInfo,
     OptionFields,
@@ -153,6 +154,15 @@ class RoutedEngine:
     def is_alive(self) -> bool:
         """See ``LlmEngine``."""
         return self._client.is_alive
+
+    @property
+    def problem(self) -> str:
+        """See ``LlmEngine``."""
+        return self._client.problem
+
+    async def prepare_guide(self, guide: Guide) -> None:
+        """See ``LlmEngine``."""
+        await self._client.prepare_guide(guide)
 
     @property
     def _client(self) -> EngineClient:

@@ -10,6 +10,7 @@ from llm_core import (
     ChatMessage,
     EngineStats,
     GenerationEvent,
+    Guide,
     ModelInfo,
     OptionFields,
     PrefillResult,
@@ -50,6 +51,15 @@ class LlmEngine(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether it would answer now."""
+        ...
+
+    @property
+    def problem(self) -> str:
+        """Why it would not; "" when it would."""
+        ...
+
+    async def prepare_guide(self, guide: Guide) -> None:
+        """Makes replies with ``guide`` begin without a delay."""
         ...
 
     async def stats(self) -> EngineStats:

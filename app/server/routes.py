@@ -121,7 +121,7 @@ def create_app(
     app.include_router(metrics_router(services))
     _add_gauges(app, services)
     names = Names.of(settings, services.recognition.languages)
-    app.include_router(client_secrets_router(settings, names, services.tools.names))
+    app.include_router(client_secrets_router(services, names))
     app.include_router(models_router(services.engine, names))
     defaults = ChatDefaults(settings.temperature, settings.top_p, settings.repetition_penalty)
     app.include_router(chat_router(services.engine, defaults, settings.max_chat_requests))
@@ -160,7 +160,7 @@ def _add_health(app: FastAPI, services: Services) -> None:
     async def readyz() -> JSONResponse:
         connections: Connections = app.state.connections
         ready = services.engine.is_alive and not connections.is_closing
-        problem = "shutting down" if connections.is_closing else "the engine is not running"
+        problem = "shutting down" if connections.is_closing else services.engine.problem
         return JSONResponse(
             {
                 "status": "ready" if ready else problem,

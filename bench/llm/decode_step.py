@@ -69,8 +69,8 @@ PROBES: dict[str, tuple[str, ...]] = {
     "decide and plan drafts": ("llm_core.engine.speculation:Speculator.add_drafts",),
     "propose, in Python": ("llm_core.speculative.drafters.eagle:EagleDrafter.propose",),
     "draft (C)": ("functions:pn_draft",),
-    "send": ("llm_core.worker:_send",),
-    "take commands": ("llm_core.worker:_Inbox.take",),
+    "send": ("llm_core.worker_io:Outbox.send",),
+    "take commands": ("llm_core.worker_io:Inbox.take",),
     "rest of a step": ("llm_core.engine.engine:Engine.step",),
 }
 
@@ -120,7 +120,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from llm_core.messages import ChatMessage, EngineConfig, RequestOptions, SamplingParams
     from llm_core.speculative.control.base import FixedController
     from llm_core.speculative.drafters.base import DraftShape
-    from llm_core.worker import Worker, _Inbox
+    from llm_core.structured.preparation import GuideDesk
+    from llm_core.worker import Worker
+    from llm_core.worker_io import Inbox, Outbox
 
     def config(speculation: str) -> EngineConfig:
         return EngineConfig(
@@ -141,8 +143,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         [sys.executable, "-c", READER, str(theirs.fileno())], pass_fds=(theirs.fileno(),)
     )
     commands_in, commands_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    inbox = _Inbox(commands_in)
-    worker = Worker(engine, inbox, ours)
+    inbox = Inbox(commands_in)
+    desk = GuideDesk(engine.guides, None, inbox.put)
+    worker = Worker(engine, inbox, Outbox(ours), desk, max_held=1)
     result: dict[str, Any] = {}
     number = 0
     clock = Clock()
@@ -202,6 +205,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     reader.wait(10)
     commands_out.close()
     inbox.finish()
+    desk.close()
     return result
 
 
@@ -214,13 +218,7 @@ with socket.socket(fileno=int(sys.argv[1])) as s:
 
 def _turn(worker: Any) -> None:
     """What ``Worker.run`` does again and again."""
-    from llm_core import worker as module
-
-    received = worker._inbox.take(wait=not worker._engine.has_work)
-    events = [event for item in received for event in worker._handle(item)]
-    events += [module._event(output) for output in worker._engine.step()]
-    if events:
-        module._send(worker._connection, events)
+    worker.turn(worker._inbox.take(wait=not worker._engine.has_work))
 
 
 def child(arguments: argparse.Namespace, tree: Path) -> dict[str, Any]:

@@ -86,7 +86,11 @@ def say(
         if mode.drafter.feature_layers:  # each head reads its own
             engine._runner.set_feature_layers(mode.drafter.feature_layers)
         engine._speculator = Speculator(
-            mode.drafter, mode.controller, max_context=context_len, clock=time.perf_counter_ns
+            mode.drafter,
+            mode.controller,
+            max_context=context_len,
+            clock=time.perf_counter_ns,
+            progress=engine.progress,
         )
     # A prefix that a mode without a head has cached is one that a head has not read; and a reply
     # that was said before is no new one.

@@ -1,60 +1,6 @@
-"""TODO llm_core/client."""
+"""The asynchronous front of the engine process."""
 
 from llm_core.client.engine_client import EngineClient, Reply
-from llm_core.client.ipc import (
-    Abort,
-    Command,
-    CommitDraft,
-    DraftCommand,
-    Event,
-    Failed,
-    ForkDraft,
-    Generate,
-    Generated,
-    GetStats,
-    OpenDraft,
-    Pin,
-    Prefill,
-    Prefilled,
-    ProtocolError,
-    Ready,
-    Request,
-    SetDeadline,
-    Start,
-    StartFailed,
-    Stats,
-    TruncateDraft,
-    UpdateDraft,
-    encode_events,
-    receive_command,
-)
+from llm_core.client.heartbeat import period_s
 
-__all__ = [
-    "Abort",
-    "Command",
-    "CommitDraft",
-    "DraftCommand",
-    "EngineClient",
-    "Event",
-    "Failed",
-    "ForkDraft",
-    "Generate",
-    "Generated",
-    "GetStats",
-    "OpenDraft",
-    "Pin",
-    "Prefill",
-    "Prefilled",
-    "ProtocolError",
-    "Ready",
-    "Reply",
-    "Request",
-    "SetDeadline",
-    "Start",
-    "StartFailed",
-    "Stats",
-    "TruncateDraft",
-    "UpdateDraft",
-    "encode_events",
-    "receive_command",
-]
+__all__ = ["EngineClient", "Reply", "period_s"]

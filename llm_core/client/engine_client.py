@@ -25,11 +25,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
-from llm_core.client import ipc
+from llm_core import ipc
 from llm_core.client.engine_process import EngineProcess, Stream
 from llm_core.errors import EngineDiedError, LlmError, ModelLoadError
 from llm_core.messages import (
@@ -38,12 +39,15 @@ from llm_core.messages import (
     EngineStats,
     GenerationDone,
     GenerationEvent,
+    Guide,
+    GuideReady,
     ModelInfo,
     OptionFields,
     PrefillResult,
     RequestOptions,
     SamplingParams,
 )
+from llm_core.structured.grammar import MAX_KNOWN, guide_key
 
 logger = logging.getLogger("llm_core.client.engine_client")
 
@@ -51,6 +55,9 @@ _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 30.0
 # One in reserve that cannot live is not started over and over.
 _SPARE_PAUSE_S = 10.0
+# A process in reserve takes so long to load its code, and then begins within so long.
+_CODE_S = 30.0
+_SPARE_BEGINS_S = 3.0
 
 
 class _Handle:
@@ -93,7 +100,7 @@ class Reply(_Handle):
         if self._is_done:
             raise StopAsyncIteration
         event = await self._stream.next()
-        assert not isinstance(event, PrefillResult | EngineStats), "a reply is text"
+        assert not isinstance(event, PrefillResult | GuideReady | EngineStats), "a reply is text"
         self._is_done = isinstance(event, GenerationDone)
         return event
 
@@ -150,10 +157,13 @@ class EngineClient:
         self._process: EngineProcess | None = None
         self._info: ModelInfo | None = None
         self._spare: EngineProcess | None = None  # has no model; see ``EngineConfig.standby``
+        self._reserved_s = 0.0  # when it was started, by the loop's clock
         self._watching: set[asyncio.Task[None]] = set()  # processes that are or were in reserve
         self._starting: asyncio.Task[EngineProcess] | None = None
         self._supervising: asyncio.Task[None] | None = None
+        self._problem = "the engine has not started"
         self._pinned: list[tuple[tuple[ChatMessage, ...], str]] = []
+        self._known_guides: OrderedDict[bytes, int] = OrderedDict()  # see ``ipc.Start``
         self._is_closed = False
 
     @classmethod
@@ -177,6 +187,17 @@ class EngineClient:
     def is_alive(self) -> bool:
         """False after the process died, until another one is ready."""
         return self._process is not None and self._process.is_alive
+
+    @property
+    def problem(self) -> str:
+        """Why requests have to wait or fail now; "" while the engine is alive."""
+        if self.is_alive:
+            return ""
+        if self._is_closed:
+            return "the engine is closed"
+        if not self._problem and self._process is not None:
+            return f"the engine process {self._process.status}"
+        return self._problem
 
     async def generate(
         self,
@@ -242,6 +263,17 @@ class EngineClient:
             self._pinned.append(pinned)
         return result
 
+    async def prepare_guide(self, guide: Guide) -> None:
+        """Sees to it that replies with ``guide`` can begin without a delay. Raises
+        InvalidRequestError when it cannot be followed, and as ``generate``."""
+        process = await self._running_process()
+        request_id = process.new_id()
+        ready = await process.ask(request_id, ipc.PrepareGuide(request_id, guide))
+        assert isinstance(ready, GuideReady), "a guide is answered by being ready"
+        self._known_guides[guide_key(guide)] = ready.num_bytes
+        if len(self._known_guides) > MAX_KNOWN:
+            self._known_guides.popitem(last=False)
+
     async def stats(self) -> EngineStats:
         """A snapshot, in which all that this client asked or aborted before is counted."""
         process = await self._running_process()
@@ -286,17 +318,41 @@ class EngineClient:
         if self._process is not None:
             logger.warning("restarting the engine process")
             await self._process.close()
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.has_exited:
-            await spare.close()
-            spare = None
-        if spare is None:
-            spare = await EngineProcess.spawn(self._config, self._on_death)
-        self._process = spare  # so that `close` finds it
-        await spare.load(self._config, self._start_timeout_s)
-        self._info = spare.info
+        process = await self._load_spare()
+        if process is None:
+            process = await EngineProcess.spawn(self._config, self._on_death)
+            self._process = process  # so that `close` finds it
+            await process.load(self._start_command, self._start_timeout_s)
+        self._info = process.info
+        self._problem = ""
         if self._config.standby:
             await self._reserve()
+        return process
+
+    @property
+    def _start_command(self) -> ipc.Start:
+        return ipc.Start(self._config, dict(self._known_guides))
+
+    async def _load_spare(self) -> EngineProcess | None:
+        """The process in reserve with the model; None when there is none that begins to load it."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        if spare.has_exited:
+            await spare.close()
+            return None
+        self._process = spare  # so that `close` finds it
+        has_code = asyncio.get_running_loop().time() - self._reserved_s > _CODE_S
+        begins_within_s = _SPARE_BEGINS_S if has_code else _CODE_S
+        try:
+            await spare.load(
+                self._start_command, self._start_timeout_s, begins_within_s=begins_within_s
+            )
+        except ModelLoadError as error:
+            if spare.has_begun:
+                raise
+            logger.warning("the engine process in reserve is of no use: %s", error)
+            return None
         return spare
 
     async def _reserve(self) -> None:
@@ -306,6 +362,7 @@ class EngineClient:
             logger.warning("there is no engine process in reserve: %s", error)
             return
         self._spare = spare
+        self._reserved_s = asyncio.get_running_loop().time()
         watching = asyncio.create_task(
             self._watch(spare), name="llm-engine-reserve", context=contextvars.Context()
         )
@@ -326,6 +383,8 @@ class EngineClient:
 
     def _on_death(self) -> None:
         if not self._is_closed:
+            assert self._process is not None, "it has died"
+            self._problem = f"the engine process {self._process.status} and is started again"
             self._supervising = asyncio.create_task(self._bring_back(), name="llm-engine-restart")
 
     async def _bring_back(self) -> None:
@@ -341,6 +400,7 @@ class EngineClient:
                 if self._is_closed or (self._process is not None and self._process.is_alive):
                     logger.error("a pinned prompt is not computed again: %s", error)
                     return
+                self._problem = f"the engine does not start: {error}"
                 logger.error("the engine is not back: %s; next try in %g s", error, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)

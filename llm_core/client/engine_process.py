@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import logging
@@ -13,9 +14,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
+from llm_core import ipc
 from llm_core.child_process import importable, module_command
-from llm_core.client import ipc
+from llm_core.client.heartbeat import Heartbeat
 from llm_core.errors import (
     EngineDiedError,
     InvalidRequestError,
@@ -28,6 +31,7 @@ from llm_core.messages import (
     EngineStats,
     FirstToken,
     GenerationDone,
+    GuideReady,
     ModelInfo,
     PrefillResult,
     TextDelta,
@@ -39,7 +43,7 @@ logger = logging.getLogger("llm_core.client.engine_client")
 
 _EXIT_TIMEOUT_S = 5.0
 
-Final = GenerationDone | PrefillResult | EngineStats
+Final = GenerationDone | PrefillResult | GuideReady | EngineStats
 
 
 class Stream:
@@ -128,10 +132,15 @@ class EngineProcess:
         self._on_death = on_death
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {}
-        self._reading: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # while the engine serves
+        self._heartbeat: Heartbeat | None = None
         self._info: ModelInfo | None = None
         self._is_closing = False
-        self._has_ended = False
+        self.has_begun = False
+        """Has begun to load the model."""
+        self._hangs_because = ""
+        self._status = "is loading the model"
+        self._ended = asyncio.Event()
 
     @classmethod
     async def spawn(cls, config: EngineConfig, on_death: Callable[[], None]) -> EngineProcess:
@@ -164,14 +173,26 @@ class EngineProcess:
         # From here on ``close`` ends the process; nothing may wait in between.
         return cls(process, reader, writer, on_death)
 
-    async def load(self, config: EngineConfig, timeout_s: float) -> None:
-        """Waits until the model is loaded; a process that fails is ended. Raises ModelLoadError."""
+    async def load(
+        self, start: ipc.Start, timeout_s: float, *, begins_within_s: float | None = None
+    ) -> None:
+        """Waits until the model is loaded; a process that fails, or does not begin in time, is
+        ended. Raises ModelLoadError."""
+        limit_s = timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._load(config)
+            self._writer.write(ipc.encode_command(start))
+            async with asyncio.timeout(timeout_s) as timer:
+                if begins_within_s is not None:
+                    limit_s = begins_within_s
+                    timer.reschedule(asyncio.get_running_loop().time() + limit_s)
+                first = await self._read_loading()
+                self.has_begun = first is not None
+                timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                limit_s = timeout_s
+                await self._load(start.config, first)
         except TimeoutError as error:
             await self.close()
-            raise ModelLoadError(f"the engine was not ready after {timeout_s:g} s") from error
+            raise ModelLoadError(f"the engine was not ready after {limit_s:g} s") from error
         except BaseException:
             await self.close()
             raise
@@ -195,7 +216,12 @@ class EngineProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._reading is not None and not self._has_ended
+        return self._info is not None and not self._ended.is_set()
+
+    @property
+    def status(self) -> str:
+        """How a process ended that is not alive: "was killed by SIGKILL"."""
+        return self._status
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -225,7 +251,9 @@ class EngineProcess:
             self._writer.write(ipc.encode_command(ipc.Abort(request_id)))
 
     async def ask(
-        self, request_id: int, command: ipc.Prefill | ipc.Pin | ipc.GetStats
+        self,
+        request_id: int,
+        command: ipc.Prefill | ipc.Pin | ipc.PrepareGuide | ipc.GetStats,
     ) -> FirstToken | TextDelta | Final:
         """Sends a command that has one answer, and waits for it."""
         stream = self.open(command)
@@ -248,33 +276,50 @@ class EngineProcess:
         self._writer.close()
         if self._info is None and self._process.returncode is None:
             self._process.kill()  # still loading: it would look at the socket only afterwards
-        try:
-            async with asyncio.timeout(_EXIT_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
+        if not await self._exits():
             logger.warning("the engine process does not end, killing it")
             self._process.kill()
-            await self._process.wait()
-        if self._reading is not None:
-            await self._reading
+            if not await self._exits():  # a driver keeps it; the next one need not wait for that
+                logger.error("the engine process %d cannot be killed", self.pid)
+                self._writer.transport.abort()
+        for task in self._tasks:
+            await task
         try:
             await self._writer.wait_closed()
         except ConnectionError:
             logger.debug("the engine closed the connection first")
 
-    async def _load(self, config: EngineConfig) -> None:
-        self._writer.write(ipc.encode_command(ipc.Start(config)))
+    async def _exits(self) -> bool:
+        """Whether the process ends soon."""
         try:
-            events = await ipc.read_events(self._reader)
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _read_loading(self) -> list[ipc.Event] | None:
+        try:
+            return await ipc.read_events(self._reader)
         except ipc.ProtocolError as error:
             raise ModelLoadError(f"the engine process is not understood: {error}") from error
+
+    async def _load(self, config: EngineConfig, events: list[ipc.Event] | None) -> None:
+        while events and isinstance(events[0], ipc.Alive):
+            events = await self._read_loading()
         match events:
             case [ipc.Ready(info)]:
                 self._info = info
-                # Serves all callers: it must not carry the log context of the one that started it.
-                self._reading = asyncio.create_task(
-                    self._read(), name="llm-engine-events", context=contextvars.Context()
-                )
+                self._heartbeat = Heartbeat(config.hang_timeout_s)
+                # They serve all callers: they must not carry the log context of the one that
+                # started them.
+                self._tasks = [
+                    asyncio.create_task(work, name=name, context=contextvars.Context())
+                    for work, name in (
+                        (self._read(), "llm-engine-events"),
+                        (self._watch(self._heartbeat), "llm-engine-heartbeat"),
+                    )
+                ]
             case [ipc.StartFailed(code, message)]:
                 raise from_code(code, message)
             case _:
@@ -292,12 +337,12 @@ class EngineProcess:
                     self._dispatch(event)
         except ipc.ProtocolError as error:
             reason = f" ({error})"
-        self._has_ended = True
+        self._ended.set()
         self._writer.close()
-        status = "was closed" if self._is_closing else await self._exit_status()
+        self._status = "was closed" if self._is_closing else await self._exit_status() + reason
         if not self._is_closing:
-            logger.error("the engine process %s%s", status, reason)
-        message = f"the engine process {status}{reason} while the request was running"
+            logger.error("the engine process %s", self._status)
+        message = f"the engine process {self._status} while the request was running"
         if not self._is_closing:
             message += "; it is being restarted"
         for stream in self._streams.values():
@@ -306,7 +351,36 @@ class EngineProcess:
         if not self._is_closing:
             self._on_death()
 
+    async def _watch(self, heartbeat: Heartbeat) -> None:
+        """Kills the process when it hangs."""
+        loop = asyncio.get_running_loop()
+        is_traced = False
+        last_s = loop.time()
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat.period_s):
+                    await self._ended.wait()
+            now_s = loop.time()
+            reason = heartbeat.tick(now_s - last_s)
+            last_s = now_s
+            if not reason or self._ended.is_set() or self._is_closing:
+                continue
+            if _is_traced(self.pid):
+                if not is_traced:
+                    logger.warning("the engine process is in a debugger's hands: %s", reason)
+                is_traced = True
+                continue
+            self._status = self._hangs_because = f"hangs ({reason}) and was killed"
+            self._ended.set()
+            self._process.kill()
+            self._writer.transport.abort()  # a process that cannot be killed keeps its side open
+
     def _dispatch(self, event: ipc.Event) -> None:
+        assert self._heartbeat is not None, "events are read while the engine serves"
+        self._heartbeat.heard()
+        if isinstance(event, ipc.Alive):
+            self._heartbeat.beat([(doing, ms / 1000) for doing, ms in event.threads])
+            return
         if isinstance(event, ipc.Ready | ipc.StartFailed):
             raise ipc.ProtocolError("a start event after the start")
         stream = self._streams.get(event.request_id)
@@ -315,7 +389,7 @@ class EngineProcess:
         match event:
             case ipc.Generated(_, generated):
                 stream.push(generated)
-            case ipc.Prefilled(_, result):
+            case ipc.Prefilled(_, result) | ipc.GuidePrepared(_, result):
                 stream.push(result)
             case ipc.Stats(_, stats):
                 stream.push(stats)
@@ -324,6 +398,8 @@ class EngineProcess:
 
     async def _exit_status(self) -> str:
         """How the process ended, for people; kills it if it has only closed its socket."""
+        if self._hangs_because:
+            return self._hangs_because
         try:
             async with asyncio.timeout(1.0):
                 status = await self._process.wait()
@@ -333,6 +409,15 @@ class EngineProcess:
         if status < 0:
             return f"was killed by {signal.Signals(-status).name}"
         return f"exited with status {status}"
+
+
+def _is_traced(pid: int) -> bool:
+    """Whether a debugger has stopped the process, or may have. Linux; elsewhere False."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return "TracerPid:\t0\n" not in status and "TracerPid:" in status
 
 
 def _encode(command: ipc.Command) -> bytes:

@@ -33,6 +33,7 @@ from llm_core.messages import (
     Speculation,
 )
 from llm_core.model import ModelRunner
+from llm_core.progress import Progress
 from llm_core.sampling import ChunkRow
 from llm_core.scheduling import (
     LARGEST_CHUNK,
@@ -46,6 +47,7 @@ from llm_core.scheduling import (
     make_policy,
 )
 from llm_core.speculative import Controller, Drafter, make_controller, make_drafter, speculates
+from llm_core.structured.constraint import GuideCompiler
 from llm_core.tokenizer import Tokenizer
 
 Output = tuple[int, GenerationEvent | PrefillResult | LlmError]
@@ -70,6 +72,7 @@ class Engine:
     ) -> None:
         """``max_step_ms`` None: the row budgets of the scheduler stay as they are.
         ``overlap_steps`` as in ``EngineConfig``."""
+        self.progress = Progress()
         self.info = ModelInfo(**runner.info_fields, tool_format=template.tool_format)
         self.scheduler = Scheduler(
             BlockTables(runner.num_blocks, runner.block_size, window),
@@ -91,6 +94,7 @@ class Engine:
             self._vocab_size,
             overlaps=overlap_steps,
             clock=clock,
+            progress=self.progress,
         )
         self._num_timeouts = 0
         self._num_downgraded = 0
@@ -103,7 +107,11 @@ class Engine:
         assert self.scheduler.tables.window is None, "drafts and a window do not go together"
         self._steps.overlaps = False  # a draft follows a known token
         self._speculator = Speculator(
-            drafter, controller, max_context=self._runner.max_context, clock=self._clock
+            drafter,
+            controller,
+            max_context=self._runner.max_context,
+            clock=self._clock,
+            progress=self.progress,
         )
         if self._speculator.wants_features and drafter is not None:
             self._runner.set_feature_layers(drafter.feature_layers)
@@ -130,8 +138,12 @@ class Engine:
         )
         if is_speculating:
             engine.speculate(drafter, make_controller(config, runner, drafter))
-        engine._make.guides.prepare()
         return engine
+
+    @property
+    def guides(self) -> GuideCompiler:
+        """Compiles, and keeps, what replies are guided by."""
+        return self._make.guides
 
     @property
     def has_work(self) -> bool:
@@ -303,6 +315,11 @@ class Engine:
         if not self._steps.leave(kept):
             outputs += self._learn_of(self._steps.take(), is_late=False)
         return outputs
+
+    def check(self) -> None:
+        """Asserts that requests, places and blocks agree, as they do between any two calls."""
+        self.scheduler.check()
+        assert self.scheduler.ids == self._requests.keys(), "requests that nobody schedules"
 
     def stats(self) -> EngineStats:
         tables = self.scheduler.tables

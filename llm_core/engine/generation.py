@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llm_core.errors import LlmError
+from llm_core.faults import failure_of
 from llm_core.messages import (
     FinishReason,
     FirstToken,
@@ -30,10 +31,10 @@ from llm_core.sampling import (
     sample_row,
     uniform,
 )
-from llm_core.scheduling import DraftTree, TokenSequence
+from llm_core.scheduling import EMPTY, DraftTree, TokenSequence
 from llm_core.speculative import DraftRequest, DraftShape, SpeculationCounts
 from llm_core.speculative import accept as accept_drafts
-from llm_core.structured import GuideState
+from llm_core.structured.constraint import GuideState
 from llm_core.tokenizer import Detokenizer, Tokenizer
 
 
@@ -67,6 +68,7 @@ class Generation:
         self._sampler = SamplerState(params, sequence.token_ids, vocab_size=tokenizer.vocab_size)
         self._detokenizer = Detokenizer(tokenizer.token_bytes, params.stop)
         self._guide = guide
+        self._failure: LlmError | None = None  # found while drafts were proposed
         self._logprobs: LogprobTrack | None = None
         if params.logprobs is not None:
             self._logprobs = LogprobTrack(tokenizer.token_bytes, params.logprobs)
@@ -78,6 +80,8 @@ class Generation:
         Raises LlmError when the model produced no usable logits, or the guide has outgrown its
         limits; the request is then over.
         """
+        if self._failure is not None:
+            raise self._failure
         token_id = row.token_id
         if token_id is None:
             assert row.logits is not None, "a token is chosen from logits"
@@ -91,7 +95,7 @@ class Generation:
     ) -> tuple[list[int], list[GenerationEvent | LlmError]]:
         """Goes on from the sequence's last token and then from the drafts of ``tree``, as far as
         they are right: ``rows`` are theirs. Returns which rows are text now, and what follows. An
-        error comes last; the request is then over."""
+        error, also an unforeseen one, comes last; the request is then over."""
         sequence = self._sequence
         events: list[GenerationEvent | LlmError] = []
         if sequence.is_expecting:
@@ -105,8 +109,8 @@ class Generation:
                 self.speculation.add_accepted(sequence.computed_len - computed_len)
             try:
                 events.extend(self.advance(rows[row]))
-            except LlmError as error:
-                events.append(error)
+            except BaseException as error:
+                events.append(failure_of(error, f"request {sequence.seq_id}"))
                 return None
             return None if self.is_finished else sequence.token_ids[-1]
 
@@ -182,17 +186,26 @@ class Generation:
         return self._guide is not None
 
     def forced_tokens(self) -> list[int]:
-        """What the guide leaves no choice about; [] without a guide."""
-        return [] if self._guide is None else self._guide.forced()
+        """What the guide leaves no choice about; [] without a guide, or when it fails: then
+        ``advance`` does."""
+        try:
+            return [] if self._guide is None else self._guide.forced()
+        except BaseException as error:
+            self._failure = failure_of(error, f"request {self._sequence.seq_id}")
+            return []
 
     def allowed_drafts(self, tree: DraftTree) -> DraftTree:
-        """Those that the guide lets pass."""
+        """Those that the guide lets pass; none when it fails: then ``advance`` does."""
         if self._guide is None or not tree:
             return tree
         kept: set[int] = set()
-        for draft in set(range(len(tree))) - set(tree.parents):
-            path = tree.path(draft)
-            kept.update(path[: self._guide.num_allowed([tree.token_ids[i] for i in path])])
+        try:
+            for draft in set(range(len(tree))) - set(tree.parents):
+                path = tree.path(draft)
+                kept.update(path[: self._guide.num_allowed([tree.token_ids[i] for i in path])])
+        except BaseException as error:
+            self._failure = failure_of(error, f"request {self._sequence.seq_id}")
+            return EMPTY
         return tree.subtree(sorted(kept))
 
     @property

@@ -20,7 +20,7 @@ from llm_core.messages import (
 )
 from llm_core.sampling import validate_params
 from llm_core.scheduling import TokenSequence
-from llm_core.structured import GuideCompiler
+from llm_core.structured.constraint import GuideCompiler
 from llm_core.tokenizer import Tokenizer
 
 NO_OPTIONS = RequestOptions()

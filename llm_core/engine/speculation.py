@@ -9,6 +9,7 @@ import torch
 
 from llm_core.engine.generation import Generation
 from llm_core.messages import Speculation
+from llm_core.progress import Progress
 from llm_core.scheduling import COMFORT_NS, EMPTY, DraftTree, Scheduler, StepPlan, TokenSequence
 from llm_core.speculative import (
     BatchState,
@@ -37,7 +38,9 @@ class Speculator:
         *,
         max_context: int,
         clock: Callable[[], int],
+        progress: Progress,
     ) -> None:
+        self._progress = progress
         self._drafter = drafter
         self._controller = controller
         self._max_context = max_context
@@ -125,7 +128,8 @@ class Speculator:
                 rows = range(first, first + len(kept)) if is_chain else [first + i for i in kept]
             computed.append(ComputedRows(chunk.sequence, chunk.start, rows, features))
             first += chunk.num_rows
-        self._drafter.observe(computed)
+        with self._progress.at("model"):
+            self._drafter.observe(computed)
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """See ``Drafter``."""
@@ -163,7 +167,8 @@ class Speculator:
                     requests[index] = request
         if self._drafter is not None and requests:
             start_ns = self._clock()
-            proposed = self._drafter.propose(list(requests.values()))
+            with self._progress.at("model"):
+                proposed = self._drafter.propose(list(requests.values()))
             self._controller.drafted(proposed, self._clock() - start_ns)
             for index, tree in zip(requests, proposed, strict=True):
                 trees[index] = streams[index].allowed_drafts(tree)

@@ -25,6 +25,7 @@ from llm_core.engine.batch_builder import make_batch
 from llm_core.engine.generation import Generation
 from llm_core.messages import SamplingParams
 from llm_core.model import ModelRunner
+from llm_core.progress import Progress
 from llm_core.scheduling import BlockTables, Chunk, StepPlan
 
 _LARGEST_TOP_K = 1 << 30  # of any vocabulary
@@ -65,6 +66,7 @@ class StepPipeline:
         *,
         overlaps: bool,
         clock: Callable[[], int],
+        progress: Progress,
     ) -> None:
         """``vocab_size``: the tokenizer's, beyond which the model's words are padding."""
         self._chooses = runner.chooses_tokens
@@ -72,6 +74,7 @@ class StepPipeline:
         self._runner = runner
         self._tables = tables
         self._clock = clock
+        self._progress = progress
         self._flight: InFlightStep | None = None
         self._rows: dict[int, int] = {}  # the last step's row of logits of each sequence
         self._learnt_ns = 0
@@ -89,19 +92,19 @@ class StepPipeline:
         """Begins a step; returns the one before it, if it is still to be learnt of.
         ``generations`` are the replies that get logits, by sequence."""
         launched_ns = self._clock()
-        for copy in plan.copies:
-            self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
+        choices = self._choices(plan, generations) if self._chooses else None
+        batch = make_batch(plan, self._tables, wants_features=wants_features, choices=choices)
         before = self._flight
-        if self._chooses:
-            choices = self._choices(plan, generations)
-            batch = make_batch(plan, self._tables, wants_features=wants_features, choices=choices)
-            self._flight = InFlightStep(
-                plan, choices.keeps, launched_ns, self._runner.launch(batch)
-            )
-        else:
-            batch = make_batch(plan, self._tables, wants_features=wants_features)
-            made = self._runner.forward(batch)
-            self._flight = InFlightStep(plan, (), launched_ns, _Done(made))
+        with self._progress.at("model"):
+            for copy in plan.copies:
+                self._runner.copy_block_rows(copy.source, copy.target, copy.num_rows)
+            launched: Launched
+            if choices is None:
+                launched = _Done(self._runner.forward(batch))
+            else:
+                launched = self._runner.launch(batch)
+        keeps = () if choices is None else choices.keeps
+        self._flight = InFlightStep(plan, keeps, launched_ns, launched)
         return before
 
     def leave(self, kept: StepPlan) -> bool:
@@ -125,7 +128,8 @@ class StepPipeline:
 
     def result(self, flight: InFlightStep) -> tuple[ForwardResult, int]:
         """What a step gave, and for how many nanoseconds it kept the device, about."""
-        result = flight.launched.result()
+        with self._progress.at("model"):
+            result = flight.launched.result()
         now_ns = self._clock()
         duration_ns = now_ns - max(flight.launched_ns, self._learnt_ns)
         self._learnt_ns = now_ns

@@ -102,6 +102,11 @@ class Scheduler:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    @property
+    def ids(self) -> set[int]:
+        """Of all sequences."""
+        return {s.seq_id for s in (*self._waiting, *self._running, *self._parked)}
+
     def add(self, sequence: TokenSequence) -> None:
         """Queues a sequence. Raises EngineBusyError when there is no room to wait."""
         reserve = self._max_waiting // _RESERVED_SHARE if sequence.priority < 0 else 0

@@ -1,8 +1,1 @@
-"""TODO llm_core/structured."""
-
-from llm_core.structured.constraint import GuideCompiler, GuideState
-
-__all__ = [
-    "GuideCompiler",
-    "GuideState",
-]
+"""Structured output: guides as grammars, compiled within limits, applied as token masks."""

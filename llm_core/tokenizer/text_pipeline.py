@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
-from llm_core.errors import InvalidRequestError, LlmError, ModelLoadError
+from llm_core.errors import InvalidRequestError, LlmError, ModelLoadError, is_fault
 
 SPACE = "\u2581"  # SentencePiece writes a space so
 
@@ -183,7 +183,7 @@ def _as_our_error(kind: type[LlmError], message: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_fault(error):
             raise
         raise kind(f"{message}: {error!s:.300}") from error
 

@@ -95,6 +95,9 @@ class FakeSession:
     async def close(self) -> None:
         self.is_closed = True
 
+    async def prepare_tools(self, config: Any, param: str) -> None:
+        """There is no engine."""
+
     async def update(self, config: Any) -> None:
         self._note("update", config)
         self.config = config

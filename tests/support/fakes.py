@@ -38,6 +38,7 @@ from llm_core import (
     FirstToken,
     GenerationDone,
     GenerationEvent,
+    Guide,
     ModelInfo,
     OptionFields,
     PrefillResult,
@@ -241,6 +242,7 @@ class ScriptedEngine:
         num_threads=1,
     )
     is_alive = True
+    problem = ""
 
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
@@ -248,6 +250,8 @@ class ScriptedEngine:
         self.prefills: list[list[ChatMessage]] = []
         self.params: list[SamplingParams] = []
         self.options: list[OptionFields] = []
+        self.guides: list[Guide] = []
+        self.guide_error: Exception | None = None
         self.replies_opened: list[ScriptedReply] = []
         self.num_running = 0
         self.error: Exception | None = None
@@ -270,6 +274,11 @@ class ScriptedEngine:
             total_prompt_tokens=20,
             total_hit_tokens=8,
         )
+
+    async def prepare_guide(self, guide: Guide) -> None:
+        self.guides.append(guide)
+        if self.guide_error is not None:
+            raise self.guide_error
 
     async def prefill(self, messages: Sequence[ChatMessage], **options: Any) -> PrefillResult:
         self.prefills.append(list(messages))

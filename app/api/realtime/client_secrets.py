@@ -11,10 +11,9 @@ from app.access import peer_of
 from app.api.http.body import read_parsed
 from app.api.http.json_input import json_object
 from app.api.model_names import OWN_NAME, Names
-from app.api.realtime.session_params import SessionParams, SessionState, to_wire
+from app.api.realtime.session_params import SessionParams, SessionState, to_config, to_wire
 from app.api.validation import WireModel, checked, null_is
-from app.config import Settings
-from app.conversation import new_id
+from app.conversation import Services, new_id, prepare_guides
 
 MAX_BODY_BYTES = 128 * 1024
 
@@ -38,11 +37,10 @@ def _parse(body: bytes) -> tuple[dict[str, Any], ClientSecretRequest]:
     return data, checked(data, ClientSecretRequest)
 
 
-def client_secrets_router(
-    settings: Settings, names: Names, server_tools: tuple[str, ...]
-) -> APIRouter:
+def client_secrets_router(services: Services, names: Names) -> APIRouter:
     """The session is checked as a ``session.update`` would be, and shown as it will begin."""
     router = APIRouter()
+    settings, server_tools = services.settings, services.tools.names
 
     @router.post("/v1/realtime/client_secrets")
     async def create(request: Request) -> dict[str, Any]:
@@ -54,6 +52,8 @@ def client_secrets_router(
         data, wanted = await read_parsed(request, MAX_BODY_BYTES, _parse)
         state = SessionState(settings, names, wanted.session.model or OWN_NAME, server_tools)
         state.params = state.merged(wanted.session, voice_locked=False)
+        config = to_config(state.params)
+        await prepare_guides(services.engine, services.tools, config, "session.tools")
         value, record = gatekeeper.client_secrets.create(
             grant.owner, data.get("session") or {}, wanted.expires_after.seconds, owner
         )

@@ -109,11 +109,18 @@ class RealtimeConnection:
         try:
             self._open()
         except ClientError as error:
-            await self._send_error(self._channel, error, None)
-            await self._channel.close(1008, error.code)
+            await self._refuse(error)
             return
         session = self._make_session(self._services, self._config(), self._sink)
         session_id.set(session.id)
+        try:
+            await session.prepare_tools(session.config, "session.tools")
+        except BaseException as error:
+            await session.close()
+            if not isinstance(error, ClientError):
+                raise
+            await self._refuse(error)
+            return
         self._conversation.session_id = session.id
         logger.info(
             "session opened",
@@ -185,6 +192,10 @@ class RealtimeConnection:
         opening = checked(self._opening, SessionParams, "session")
         self._state.params = self._state.merged(opening, voice_locked=False)
         self._mapper.speaker = self._speaker()
+
+    async def _refuse(self, error: ClientError) -> None:
+        await self._send_error(self._channel, error, None)
+        await self._channel.close(1008, error.code)
 
     async def _watch_and_serve(self, session: Session) -> None:
         """Both at once. Raises ExceptionGroup when the session's own loop fails."""
@@ -317,7 +328,10 @@ class RealtimeConnection:
 
     async def _update(self, session: Session, event: ev.SessionUpdate) -> None:
         params = self._state.merged(event.session, voice_locked=self._client_heard_voice)
-        await session.update(self._config(params))
+        config = self._config(params)
+        if config.calling != session.config.calling:
+            await session.prepare_tools(config, "session.tools")
+        await session.update(config)
         self._state.params = params
         self._mapper.speaker = self._speaker()
         await self._reply(server_event("session.updated", session=self._session_object(session)))
@@ -333,6 +347,10 @@ class RealtimeConnection:
             self._services.tools.names,
             "response",
         )
+        if tools:
+            choice = params.tool_choice or session.config.tool_choice
+            config = replace(session.config, tools=tools, tool_choice=choice)
+            await session.prepare_tools(config, "response.tools")
         request = ResponseRequest(
             modality=params.output_modalities[0] if params.output_modalities else None,
             instructions=params.instructions,

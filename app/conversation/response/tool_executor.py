@@ -21,27 +21,24 @@ import msgspec
 from app.clock import Clock
 from app.conversation.events import Item, ToolCall
 from app.conversation.response.output import Output
+from app.conversation.response.tool_constraints import IN_WORDS, tool_guide
 from app.conversation.services import Services
 from app.conversation.session_config import SessionConfig, ToolChoice
 from app.conversation.tools import Outcome
 from llm_core import (
     ChatMessage,
     Guide,
-    RegexGuide,
     ToolArguments,
     ToolCallEnd,
     ToolCallParser,
     ToolCallStart,
     ToolEvent,
-    ToolGuide,
     ToolText,
 )
 from llm_core import ToolCall as LlmToolCall
 
 # How a call begins in the text of most models.
 _TAG_START = "<tool"
-# A reply that holds no call and is not empty: models that have called go on calling, if they can.
-_IN_WORDS = r"[^<{\s][^<]*"
 
 Take = Callable[[str], Awaitable[None]]
 TakeRest = Callable[[], Awaitable[None]]
@@ -87,13 +84,7 @@ class ToolExecutor:
         if specs := services.tools.specs(config):
             names = [spec.name for spec in specs]
             self._parser = ToolCallParser(services.engine.info.tool_format, names)
-            self.guide = RegexGuide(pattern=_IN_WORDS)
-            if may_call:
-                self.guide = ToolGuide(
-                    tools=tuple(s for s in specs if choice.name in (None, s.name)),
-                    required=choice.kind in ("required", "function"),
-                    parallel=config.parallel_tool_calls,
-                )
+            self.guide = tool_guide(specs, choice, config) if may_call else IN_WORDS
 
     async def __aenter__(self) -> ToolExecutor:
         return self

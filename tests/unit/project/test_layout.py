@@ -32,7 +32,16 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "audio": ("endpointing", "files", "asr", "tts", "text"),
     "llm_core": (
-        *("worker", "client", "offline", "engine", "speculative", "model", "structured"),
+        *(
+            "worker",
+            "worker_io",
+            "client",
+            "offline",
+            "engine",
+            "speculative",
+            "model",
+            "structured",
+        ),
         *("loading", "sampling", "scheduling", "tokenizer", "chat", "quant"),
     ),
     "kernels": ("gpu", "torch_cpu", "native"),
@@ -50,8 +59,10 @@ MAY_IMPORT: dict[str, dict[str, str]] = {
 PACKAGES = tuple(MAY_IMPORT)
 
 # Packages without one public face: their parts are imported one by one.
-# app.transports: WebRTC needs an extra, the others do not.
+# app.transports: WebRTC needs an extra, the others do not. llm_core.structured: the client hashes
+# guides without loading what compiles them.
 FACELESS = {
+    "llm_core.structured",
     "app.api",
     "app.cli",
     "app.server",

@@ -25,6 +25,11 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
 Served = tuple[httpx.AsyncClient, EngineClient]
 HI = {"model": "parley", "messages": [{"role": "user", "content": "hello the user"}]}
 LONG = {"max_tokens": 400, "ignore_eos": True}
+# Common multiples of these would be looked for until the end of time.
+HOSTILE = {
+    "type": "object",
+    "properties": {"n": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}},
+}
 
 
 @asynccontextmanager
@@ -227,3 +232,45 @@ async def test_an_engine_that_dies_and_comes_back(tmp_path: Path) -> None:
         assert last["error"]["type"] == "server_error"
         assert (await ask(client, max_tokens=3)).status_code == 200
         await assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "what"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "n",
+                        "schema": {"properties": {"n": {"multipleOf": 2147483648}}},
+                    },
+                }
+            },
+            "response_format.json_schema.schema",
+            "properties.n.multipleOf: must be at most 10000, got 2147483648",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": HOSTILE}}]},
+            "tools",
+            "compiling it takes more than 1 s",
+        ),
+        (
+            {"structured_outputs": {"json": HOSTILE}},
+            "response_format.json_schema.schema",
+            "compiling it takes more than 1 s",
+        ),
+    ],
+)
+async def test_schemas_that_cannot_be_followed_are_refused(
+    served: Served, fields: dict[str, Any], param: str, what: str
+) -> None:
+    client, engine = served
+    while (refused := await ask(client, **fields)).status_code == 429:
+        pass  # there was no second of CPU time for it on a busy machine
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert what in error["message"]
+    await assert_idle(engine)
+    assert text_of(await ask(client, max_tokens=3))

@@ -20,6 +20,7 @@ from app.config import Settings
 from app.errors import ClientError
 from app.server.lifecycle import listening
 from app.server.routes import create_app
+from llm_core import InvalidRequestError
 from tests.support.fake_realtime import FakeSession
 from tests.support.fakes import ScriptedEngine, fake_services
 
@@ -27,8 +28,10 @@ KEY = {"authorization": "Bearer k1"}
 
 
 @asynccontextmanager
-async def server(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    services = fake_services(ScriptedEngine(), port=0, api_keys=("k1", "k2"), **settings)
+async def server(
+    engine: ScriptedEngine | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    services = fake_services(engine or ScriptedEngine(), port=0, api_keys=("k1", "k2"), **settings)
     cast(Any, services.engine).is_alive = True
     app = create_app(services.settings, services, make_session=cast(Any, FakeSession))
     async with (
@@ -36,6 +39,20 @@ async def server(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
         httpx.AsyncClient(base_url=url, headers=KEY) as http,
     ):
         yield http
+
+
+async def test_tools_that_cannot_be_followed_get_no_secret() -> None:
+    engine = ScriptedEngine()
+    engine.guide_error = InvalidRequestError("tools: f: parameters: too hard")
+    async with server(engine) as http:
+        body = {"session": {"type": "realtime", "tools": [{"type": "function", "name": "f"}]}}
+        refused = await http.post("/v1/realtime/client_secrets", json=body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "session.tools")
+        assert "too hard" in error["message"]
+        engine.guide_error = None
+        assert (await http.post("/v1/realtime/client_secrets", json=body)).is_success
 
 
 def socket_url(http: httpx.AsyncClient) -> str:

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from app.api.realtime.connection import RealtimeConnection
 from app.api.realtime.server_events import Speaker, WireMapper
 from app.conversation import events as e
 from app.conversation.tools import ToolBox, ToolError, tool
+from llm_core import EngineBusyError, EngineDiedError, InvalidRequestError, RegexGuide, ToolGuide
 from tests.support.fake_realtime import FakeChannel
 from tests.support.fakes import ScriptedEngine, fake_services
 from tests.support.openai_events import check_server_event
@@ -177,3 +180,85 @@ def test_events_of_phones_and_idle_callers() -> None:
     (key,) = mapper.to_wire(e.DtmfReceived("5", 1_700_000_000))
     check_server_event(key)
     assert (key["event"], key["received_at"]) == ("5", 1_700_000_000)
+
+
+# --- tools that cannot be followed ---
+
+BAD = WEATHER | {"parameters": {"properties": {"n": {"type": "integer", "multipleOf": 2**31}}}}
+REASON = "tools: weather: parameters: properties.n.multipleOf: must be at most 10000"
+
+
+def picky() -> ScriptedEngine:
+    """Refuses all guides, as an engine does those of ``BAD``."""
+    engine = ScriptedEngine("Hello.")
+    engine.guide_error = InvalidRequestError(REASON)
+    return engine
+
+
+async def test_tools_are_made_ready_when_they_are_declared() -> None:
+    engine = ScriptedEngine("Hello.")
+    async with conversation(engine) as channel:
+        assert engine.guides == [], "without tools there is nothing to make ready"
+        session = {"type": "realtime", "tools": [WEATHER], "tool_choice": "required"}
+        channel.say("session.update", session=session)
+        await channel.until("session.updated")
+        first, later, in_words = engine.guides
+        assert isinstance(first, ToolGuide) and first.required
+        assert isinstance(later, ToolGuide) and not later.required, "behind the first call"
+        assert isinstance(in_words, RegexGuide)
+        channel.say("session.update", session={"type": "realtime", "instructions": "Be kind."})
+        await channel.until("session.updated")
+        assert len(engine.guides) == 3, "the same tools are ready"
+        channel.say("conversation.item.create", item=QUESTION)
+        channel.say("response.create")
+        await channel.until("response.done")
+        assert engine.params[-1].guide == first
+
+
+async def test_tools_of_the_server_are_made_ready_for_each_session() -> None:
+    engine = ScriptedEngine("Hello.")
+    async with conversation(engine, weather):
+        assert [type(guide) for guide in engine.guides] == [ToolGuide, RegexGuide]
+    engine = picky()
+    async with conversation(engine, weather) as channel:
+        channel.say("session.update", session={"type": "realtime", "instructions": "Be kind."})
+        await channel.until("session.updated")
+
+
+async def test_tools_that_cannot_be_followed_are_refused_when_they_are_declared() -> None:
+    engine = picky()
+    async with conversation(engine) as channel:
+        error = await channel.refused(
+            "session.update", session={"type": "realtime", "tools": [BAD], "instructions": "Sing."}
+        )
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
+        assert error["param"] == "session.tools"
+        assert error["message"] == f"Invalid value for 'session.tools': {REASON}."
+        error = await channel.refused("response.create", response={"tools": [BAD]})
+        assert error["param"] == "response.tools" and REASON in error["message"]
+        engine.guide_error = None
+        channel.say("session.update", session={"type": "realtime"})
+        session = (await channel.until("session.updated"))["session"]
+        assert session["tools"] == [] and session["instructions"] != "Sing."
+        channel.say("conversation.item.create", item=QUESTION)
+        channel.say("response.create")
+        assert (await channel.until("response.done"))["response"]["status"] == "completed"
+
+
+async def test_a_session_cannot_begin_with_tools_that_cannot_be_followed() -> None:
+    channel = FakeChannel()
+    services = fake_services(picky())
+    opening = {"tools": [BAD]}
+    await RealtimeConnection(channel, services, "parley", opening=opening).run()
+    (error,) = channel.sent
+    assert error["error"]["param"] == "session.tools" and REASON in error["error"]["message"]
+    assert (await channel.when_closed()).code == 1008
+
+
+@pytest.mark.parametrize("error", [EngineDiedError("gone"), EngineBusyError("later")])
+async def test_an_engine_in_trouble_refuses_no_tools(error: Exception) -> None:
+    engine = ScriptedEngine("Hello.")
+    engine.guide_error = error
+    async with conversation(engine) as channel:
+        channel.say("session.update", session={"type": "realtime", "tools": [WEATHER]})
+        assert (await channel.until("session.updated"))["session"]["tools"]

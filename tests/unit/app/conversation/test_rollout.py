@@ -259,6 +259,19 @@ async def test_what_cannot_be_gone_on_with_fails_as_ever() -> None:
     assert stable.num_running == canary.num_running == 0
 
 
+async def test_guides_are_made_ready_where_the_conversation_is() -> None:
+    stable, canary = Lane("old", "Old answer."), Lane("new", "New answer.")
+    plan = rollout(stable, canary)
+    engine = plan.engine_for("sess_1")
+    await engine.prepare_guide(JsonGuide())
+    canary.problem = "it hangs"
+    assert engine.problem == "it hangs"
+    plan.withdraw("too slow")
+    await engine.prepare_guide(JsonGuide(schema="{}"))
+    assert (canary.guides, stable.guides) == ([JsonGuide()], [JsonGuide(schema="{}")])
+    assert engine.problem == ""
+
+
 async def test_a_withdrawn_engine_is_closed_when_its_replies_are_over(tmp_path: Path) -> None:
     stable, canary = Lane("old", "Old answer."), Lane("new", "New answer.")
     memory = Withdrawals(tmp_path / "rollout.json")

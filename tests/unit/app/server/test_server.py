@@ -138,11 +138,13 @@ async def test_a_rebound_name_is_turned_away_everywhere(start: Start) -> None:
 
 async def test_an_engine_that_died_is_not_ready(web_root: Path) -> None:
     services = fake_services(ScriptedEngine(), port=0)
-    cast(Any, services.engine).is_alive = False
+    engine = cast(Any, services.engine)
+    engine.is_alive, engine.problem = False, "the engine process was killed by SIGKILL"
     app = create_app(services.settings, services, web_root=web_root)
     async with listening(app, services.settings) as url, httpx.AsyncClient() as http:
         for path, status in (("readyz", 503), ("health", 503), ("healthz", 200)):
             assert (await http.get(f"{url}/{path}")).status_code == status
+        assert (await http.get(f"{url}/readyz")).json()["status"] == engine.problem
 
 
 async def test_traces_are_behind_the_key(start: Start) -> None:

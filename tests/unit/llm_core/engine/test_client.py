@@ -34,8 +34,8 @@ from llm_core import (
     PromptTooLongError,
     SamplingParams,
     TextDelta,
+    ipc,
 )
-from llm_core.client import ipc
 from llm_core.client.engine_process import Stream
 from tests.support.tiny_model import write_tiny_gguf
 

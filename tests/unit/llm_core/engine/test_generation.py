@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_core.engine.generation import Generation
+from llm_core.errors import InvalidRequestError
 from llm_core.messages import (
     ChoiceGuide,
     FirstToken,
@@ -21,6 +22,7 @@ from llm_core.messages import (
 )
 from llm_core.sampling.logprobs import token_logprob
 from llm_core.sampling.sampler import ChunkRow, FloatRow
+from llm_core.scheduling.draft_tree import EMPTY, DraftTree
 from llm_core.scheduling.sequence import TokenSequence
 from llm_core.structured.constraint import GuideCompiler
 from tests.support.tiny_model import TOKENS, tiny_tokenizer
@@ -55,6 +57,26 @@ def say(generation: Generation, *token_ids: int) -> list[GenerationEvent]:
             break
         generation._sequence.computed_len += 1
     return events
+
+
+def test_a_guide_that_fails_while_drafts_are_proposed_ends_the_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = DraftTree.chain([FIRST_BYTE], [0.5])
+    for ask, answer in (
+        (Generation.forced_tokens, []),
+        (lambda generation: generation.allowed_drafts(tree), EMPTY),
+    ):
+        generation = start(guide=ChoiceGuide(options=("ab",)), max_tokens=5)
+
+        def fails(*args: object) -> None:
+            raise InvalidRequestError("choice: it takes too much time to follow")
+
+        monkeypatch.setattr(generation._guide, "forced", fails)
+        monkeypatch.setattr(generation._guide, "num_allowed", fails)
+        assert ask(generation) == answer
+        rows, events = generation.advance_along(EMPTY, [ChunkRow(row_for(FIRST_BYTE))])
+        assert rows == [0] and [type(event) for event in events] == [InvalidRequestError]
 
 
 def byte_ids(text: str) -> list[int]:

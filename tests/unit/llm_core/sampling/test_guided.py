@@ -21,7 +21,8 @@ from llm_core.messages import (
     ToolGuide,
     ToolSpec,
 )
-from llm_core.structured.constraint import MAX_GUIDE_CHARS, GuideCompiler, GuideState
+from llm_core.structured.constraint import GuideCompiler, GuideState
+from llm_core.structured.grammar import MAX_GUIDE_CHARS, grammar_of, guide_key
 from tests.support.tiny_model import tiny_tokenizer
 
 EOS = 2
@@ -311,7 +312,7 @@ def test_a_hostile_guide_costs_little_or_is_refused(guide: Guide) -> None:
 def test_a_guide_that_grows_beyond_its_limits_is_the_requests_fault() -> None:
     state = start(RegexGuide(pattern="((a{1,1000}){1,1000}){1,1000}"))
     (token_ids,) = np.nonzero(state.allowed())
-    with pytest.raises(InvalidRequestError, match=r"^regex: it is too much to follow: "):
+    with pytest.raises(InvalidRequestError, match=r"^regex: it is too complex to follow: "):
         for _ in range(1000):
             state.accept(int(token_ids[-1]))
             state.allowed()
@@ -328,6 +329,111 @@ def test_replies_with_one_guide_do_not_share_their_place() -> None:
 
 def test_many_guides_are_not_all_kept() -> None:
     compiler = GuideCompiler(TOKENIZER, "hermes")
-    for number in range(100):
-        compiler.start(ChoiceGuide(options=(f"option {number}",)))
-    assert len(compiler._cache) <= 32
+    guides = [ChoiceGuide(options=(f"option {number}",)) for number in range(140)]
+    for guide in guides:
+        compiler.start(guide)
+        assert compiler.find(guide_key(guides[0])), "used again and again"
+    kept = [guide for guide in guides if compiler.find(guide_key(guide))]
+    assert kept == [guides[0], *guides[-127:]]
+
+
+def test_large_guides_are_kept_in_smaller_numbers() -> None:
+    compiler = GuideCompiler(TOKENIZER, "hermes")
+    compiled = compiler.compile(grammar_of(ChoiceGuide(options=("a",)), "hermes"), 100 << 20)
+    for key in (b"a", b"b", b"b", b"c"):
+        compiler.keep(key, compiled)
+    assert [key for key in (b"a", b"b", b"c") if compiler.find(key)] == [b"b", b"c"]
+
+
+def test_an_error_is_kept_like_a_guide() -> None:
+    compiler = GuideCompiler(TOKENIZER, "hermes")
+    guide = ChoiceGuide(options=("a",))
+    compiler.keep(guide_key(guide), InvalidRequestError("choice: too hard"))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="too hard"):
+            compiler.start(guide)
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"multipleOf": 2**31}, "multipleOf"),
+        (
+            {"type": "object", "properties": {"n": {"multipleOf": 10_001}}},
+            "properties.n.multipleOf",
+        ),
+        ({"anyOf": [{"type": "null"}, {"multipleOf": -1e9}]}, "anyOf[1].multipleOf"),
+        ({"$defs": {"a": {"items": {"multipleOf": 10**400}}}}, "$defs.a.items.multipleOf"),
+    ],
+)
+def test_a_step_that_is_too_large_is_refused_by_its_place(value: Any, place: str) -> None:
+    text = json.dumps(value)
+    for guide in (
+        JsonGuide(schema=text),
+        JsonGuide(schema=text, strict=False),
+        ToolGuide(tools=(ToolSpec(name="f", parameters=text),)),
+        ToolGuide(tools=TOOLS, text=JsonGuide(schema=text)),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            grammar_of(guide, "hermes")
+        assert f"{place}: must be at most 10000, got " in str(refused.value)
+
+
+def test_a_step_of_any_other_size_is_followed() -> None:
+    assert fits(schema(type="integer", multipleOf=10_000), "20000")
+    assert not fits(schema(type="integer", multipleOf=10_000), "20001")
+    assert fits(schema(type="number", multipleOf=0.01), "1.25")
+    assert fits(schema(type="object", properties={"multipleOf": {"type": "integer"}}), "{}")
+
+
+def test_tools_have_a_limit_together() -> None:
+    tools = tuple(
+        ToolSpec(name=f"f{n}", parameters=json.dumps({"title": "x" * 30_000})) for n in range(9)
+    )
+    with pytest.raises(InvalidRequestError, match=r"^tools: .*262144 characters in all, got 27"):
+        grammar_of(ToolGuide(tools=tools), "hermes")
+
+
+class Hours:
+    """CPU time, of which each operation takes as much as is said."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.each_ms = 0.0
+
+    def __call__(self) -> int:
+        self.now_ns += int(self.each_ms * 1_000_000)
+        return self.now_ns
+
+
+def timed_state(guide: Guide) -> tuple[GuideState, Hours]:
+    compiler, clock = GuideCompiler(TOKENIZER, "hermes"), Hours()
+    compiled = compiler.compile(grammar_of(guide, "hermes"))
+    return GuideState(compiled, TOKENIZER.vocab_size, clock=clock), clock
+
+
+def speak(state: GuideState, num_tokens: int) -> None:
+    """Says the letter a."""
+    (letter,) = TOKENIZER.encode("a")
+    for _ in range(num_tokens):
+        state.allowed()
+        state.forced()
+        state.num_allowed([letter])
+        state.accept(letter)
+
+
+def test_one_operation_that_is_long_ends_the_reply() -> None:
+    state, clock = timed_state(RegexGuide(pattern="[a-z]*"))
+    speak(state, 10)
+    clock.each_ms = 21.0
+    with pytest.raises(InvalidRequestError, match="^regex: it takes too much time to follow"):
+        state.allowed()
+
+
+def test_operations_that_are_long_on_average_end_the_reply() -> None:
+    state, clock = timed_state(RegexGuide(pattern="[a-z]*"))
+    clock.each_ms = 0.5  # four of them a token
+    speak(state, 500)
+    clock.each_ms = 3.0
+    with pytest.raises(InvalidRequestError, match="too much time"):
+        speak(state, 20)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,15 +18,21 @@ from llm_core.messages import (
     EngineConfig,
     EngineStats,
     GenerationEvent,
+    Guide,
+    GuideReady,
     ModelInfo,
     PrefillResult,
     RequestOptions,
     SamplingParams,
 )
+from llm_core.progress import Doing
 
 MAX_COMMAND_BYTES = 16 * 1024 * 1024
 MAX_EVENTS_BYTES = 16 * 1024 * 1024
 _HEADER_BYTES = 4
+
+
+_Message = TypeVar("_Message")
 
 
 class ProtocolError(Exception):
@@ -34,9 +40,11 @@ class ProtocolError(Exception):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first command: load this."""
+    """The first command: load this. ``known_guides``: those that an engine of this model has
+    followed, as the bytes that they take by their keys; they need not be checked again."""
 
     config: EngineConfig
+    known_guides: dict[bytes, int] = {}
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -58,6 +66,13 @@ class Pin(msgspec.Struct, frozen=True, tag="pin"):
     request_id: int
     messages: tuple[ChatMessage, ...]
     cache_salt: str
+
+
+class PrepareGuide(msgspec.Struct, frozen=True, tag="prepare_guide"):
+    """Compiles a guide ahead of the replies that will have it."""
+
+    request_id: int
+    guide: Guide
 
 
 class OpenDraft(msgspec.Struct, frozen=True, tag="open_draft"):
@@ -112,7 +127,7 @@ class GetStats(msgspec.Struct, frozen=True, tag="stats"):
 
 DraftCommand = UpdateDraft | TruncateDraft | CommitDraft
 # Commands that begin a request; their events carry its id.
-Request = Generate | Prefill | Pin | OpenDraft | ForkDraft | GetStats
+Request = Generate | Prefill | Pin | PrepareGuide | OpenDraft | ForkDraft | GetStats
 Command = Start | Request | DraftCommand | SetDeadline | Abort
 
 
@@ -144,6 +159,18 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
+class GuidePrepared(msgspec.Struct, frozen=True, tag="guide_prepared"):
+    request_id: int
+    result: GuideReady
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Sent all the time, by a thread of its own: what the engine's threads are doing, and for how
+    many milliseconds."""
+
+    threads: list[tuple[Doing, int]]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The request is over. ``code`` and ``message`` are those of an error of errors.py."""
 
@@ -152,7 +179,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = Ready | StartFailed | Generated | Prefilled | Stats | Failed
+Event = Ready | StartFailed | Alive | Generated | Prefilled | GuidePrepared | Stats | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)
@@ -174,14 +201,28 @@ def encode_events(events: list[Event]) -> bytes:
 
 def receive_command(connection: socket.socket) -> Command | None:
     """Blocks for the next command; None when the client has closed. Raises ProtocolError."""
-    header = _receive_exactly(connection, _HEADER_BYTES)
-    if header is None:
-        return None
-    payload = _receive_exactly(connection, _payload_len(header, MAX_COMMAND_BYTES))
+    payload = _receive_frame(connection)
     if payload is None:
         return None
     command: Command = _decode(_command_decoder, payload)
     return command
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Sends any message as a frame. Raises ProtocolError when it is too long, OSError."""
+    connection.sendall(_frame(_encoder.encode(message), MAX_COMMAND_BYTES))
+
+
+def receive(connection: socket.socket, kind: type[_Message]) -> _Message | None:
+    """Blocks for a frame that ``send`` wrote; None when the other side has closed. Raises
+    ProtocolError; TimeoutError where the socket has a time limit."""
+    payload = _receive_frame(connection)
+    if payload is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a frame is not understood: {error}") from error
 
 
 async def read_events(reader: asyncio.StreamReader) -> list[Event] | None:
@@ -199,6 +240,13 @@ def _frame(payload: bytes, max_bytes: int) -> bytes:
     if len(payload) > max_bytes:
         raise ProtocolError(f"{len(payload)} bytes are more than the {max_bytes} of a frame")
     return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
+
+
+def _receive_frame(connection: socket.socket) -> bytes | None:
+    header = _receive_exactly(connection, _HEADER_BYTES)
+    if header is None:
+        return None
+    return _receive_exactly(connection, _payload_len(header, MAX_COMMAND_BYTES))
 
 
 def _payload_len(header: bytes, max_bytes: int) -> int:
