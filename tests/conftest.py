@@ -1,5 +1,5 @@
-"""Fixtures that several test modules share. Real models and recordings are found, or skipped with
-a reason; nothing is replaced silently."""
+"""Fixtures that several test modules share. Where a model or recording is missing, the tests that
+need it are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,24 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.no_skips import is_ci, pytest_make_collect_report, pytest_runtest_makereport
+from tests.support.no_skips import (
+    is_ci,
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from tests.support.paths import ROOT
 from tests.support.server_env import BRIEF
+from tests.support.speech import pytest_collection_modifyitems, recordings, voice
 
-__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_terminal_summary",
+    "recordings",
+    "voice",
+]
 
 
 # No limits of time, which a busy machine exceeds; and in CI every run tries the same examples.
@@ -30,15 +43,6 @@ settings.register_profile(
     "parley", deadline=None, derandomize=is_ci(), suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("parley")
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The recordings and texts beside the project."""
-    data = ROOT.parent / "shared" / "data"
-    if not (data / "MANIFEST.tsv").is_file():
-        pytest.skip("the recordings in ../shared/data are not on this machine")
-    return data
 
 
 def _model(name: str) -> Path:

@@ -14,6 +14,9 @@ import pytest
 import soundfile as sf
 from playwright.async_api import Page, async_playwright
 
+from audio.frame import SPEECH_RATE, silence
+from tests.support.speech import WEATHER, Voice
+
 PAGES = Path(__file__).resolve().parents[2] / "web_demo"
 DESKTOP = (1280, 800)
 PHONE = (390, 844)
@@ -100,11 +103,10 @@ async def open_page() -> AsyncIterator[OpenPage]:
 
 
 @pytest.fixture(scope="session")
-def question(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def question(voice: Voice, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A spoken question as a WAV file that Chromium can play as a microphone."""
-    samples, rate = sf.read(shared_data / "speech" / "az_weather.flac", dtype="float32")
     # The fake device begins before the page is connected: silence first, so that nothing is lost.
-    lead_in = np.zeros(rate, dtype=np.float32)
+    samples = np.concatenate((silence(SPEECH_RATE), voice.say(WEATHER).samples()))
     path = tmp_path_factory.mktemp("microphone") / "question.wav"
-    sf.write(path, np.concatenate((lead_in, samples)), rate, subtype="PCM_16")
+    sf.write(path, samples, SPEECH_RATE, subtype="PCM_16")
     return path

@@ -16,17 +16,17 @@ import soundfile as sf
 from playwright.async_api import Page, expect
 
 from audio.asr.recognizer import Recognizer
-from audio.frame import SPEECH_RATE, Samples
-from audio.resample import StreamResampler
+from audio.frame import SPEECH_RATE, Samples, silence
 from tests.browser.conftest import OpenPage
+from tests.support.speech import DOG_OR_CAT, WEATHER, Voice
 
 pytestmark = [pytest.mark.browser, pytest.mark.integration, pytest.mark.timeout(150)]
 
 RATE = 48_000
 # An answer of 48 tokens takes 10 s at most; one that is longer is interrupted, which is no harm.
 PAUSE_S = 7.0
-QUESTIONS = ("az_weather", "un_dog_or_cat", "un_seine")
-HEARD = ("weather", "dog", "swim")
+QUESTIONS = (WEATHER, DOG_OR_CAT, "Where can I buy a train ticket?")
+HEARD = ("weather", "dog", "train")
 
 # Both players at once: only one of them has anything to play.
 RECORD = """async () => {
@@ -53,14 +53,11 @@ RECORD = """async () => {
 
 
 @pytest.fixture(scope="module")
-def conversation(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conversation(voice: Voice, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three questions with pauses for the answers, as the microphone's recording."""
-    parts = [np.zeros(2 * RATE, np.float32)]
-    for name in QUESTIONS:
-        samples, rate = sf.read(shared_data / "speech" / f"{name}.flac", dtype="float32")
-        resampler = StreamResampler(rate, RATE)
-        parts += [resampler.process(samples), resampler.flush()]
-        parts.append(np.zeros(int(PAUSE_S * RATE), np.float32))
+    parts = [silence(2 * RATE)]
+    for text in QUESTIONS:
+        parts += [voice.say(text).samples(RATE), silence(int(PAUSE_S * RATE))]
     path = tmp_path_factory.mktemp("microphone") / "conversation.wav"
     sf.write(path, np.concatenate(parts), RATE, subtype="PCM_16")
     return path

@@ -8,12 +8,8 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import soundfile
-import soxr
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from websockets.exceptions import ConnectionClosed
@@ -23,13 +19,6 @@ from tests.support.openai_events import check_server_event
 RATE = 24_000
 CHUNK_MS = 40
 Event = dict[str, Any]
-
-
-def recording(path: Path) -> bytes:
-    """A recording as PCM16 at 24 kHz."""
-    samples, rate = soundfile.read(path, dtype="float32")
-    resampled = soxr.resample(samples, rate, RATE)
-    return (np.clip(resampled, -1, 1) * 32767).astype("<i2").tobytes()
 
 
 def pause(seconds: float) -> bytes:

@@ -11,9 +11,10 @@ from typing import Any
 import jiwer
 import pytest
 
-from tests.integration.openai_caller import pause, recording, words
+from tests.integration.openai_caller import RATE, pause, words
 from tests.integration.test_bad_input import Running, running
 from tests.support.agents_js import agents_folder
+from tests.support.speech import Voice
 
 pytestmark = [
     pytest.mark.integration,
@@ -59,10 +60,11 @@ async def converse(folder: Path, server: Running, speech: Path) -> dict[str, Any
 
 @pytest.mark.timeout(420)
 async def test_the_stock_javascript_client_talks_and_calls_its_function(
-    client_folder: Path, tmp_path: Path, shared_data: Path
+    client_folder: Path, tmp_path: Path, voice: Voice
 ) -> None:
     speech = tmp_path / "speech.pcm"
-    speech.write_bytes(recording(shared_data / "speech/sb_spk1_snt5.flac") + pause(1.5))
+    said = voice.say("Sunday is the best part of the week.")
+    speech.write_bytes(said.pcm16(RATE) + pause(1.5))
     async with running(api_keys=(KEY,), max_reply_tokens=48, temperature=0.0) as server:
         seen = await converse(client_folder, server, speech)
         await server.counts()  # the client has left, and so has its session
@@ -71,7 +73,7 @@ async def test_the_stock_javascript_client_talks_and_calls_its_function(
 
     # Spoken: heard, and answered aloud.
     heard = words(seen["transcripts"][0])
-    assert jiwer.wer("sunday is the best part of the week", heard) <= 0.25
+    assert jiwer.wer(words(said.text), heard) <= 0.25
     assert seen["turns"][0]["items"][-1] == "message"
     assert seen["audioBytes"] > 24_000
 

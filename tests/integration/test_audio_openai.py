@@ -13,11 +13,11 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
 from audio.files.containers import read_speech
-from tests.integration.openai_caller import calling, pause, recording, words
+from audio.frame import SPEECH_RATE
+from tests.integration.openai_caller import RATE, calling, pause, words
+from tests.support.speech import DOG_OR_CAT, MONOLOGUE, Voice
 
 pytestmark = pytest.mark.integration
-
-DOG = "should i get a dog or a cat"
 
 
 @pytest.fixture
@@ -27,22 +27,24 @@ def client(server_url: str) -> Iterator[OpenAI]:
         yield client
 
 
-def test_a_recording_as_text(client: OpenAI, shared_data: Path) -> None:
-    with (shared_data / "speech/un_dog_or_cat.flac").open("rb") as file:
+def test_a_recording_as_text(client: OpenAI, voice: Voice) -> None:
+    with voice.say(DOG_OR_CAT).path.open("rb") as file:
         heard = client.audio.transcriptions.create(file=file, model="whisper-1", language="en")
-    assert words(heard.text) == DOG
+    assert words(heard.text) == words(DOG_OR_CAT)
     assert heard.usage is not None and heard.usage.type == "duration"
 
 
-def test_a_recording_of_half_a_minute_with_times(client: OpenAI, shared_data: Path) -> None:
-    with (shared_data / "speech/az_chat2.flac").open("rb") as file:
+def test_a_recording_of_half_a_minute_with_times(client: OpenAI, voice: Voice) -> None:
+    with voice.say(MONOLOGUE).path.open("rb") as file:
         heard = client.audio.transcriptions.create(
             file=file,
             model="whisper-1",
             response_format="verbose_json",
             timestamp_granularities=["word", "segment"],
         )
-    assert heard.duration == pytest.approx(31.6, abs=0.2)
+    spoken_s = voice.say(MONOLOGUE).samples().size / SPEECH_RATE
+    assert spoken_s > 30
+    assert heard.duration == pytest.approx(spoken_s, abs=0.2)
     assert heard.words and heard.segments
     assert [word.word for word in heard.words] == heard.text.split()
     edges = [edge for word in heard.words for edge in (word.start, word.end)]
@@ -54,8 +56,8 @@ def test_a_recording_of_half_a_minute_with_times(client: OpenAI, shared_data: Pa
 
 
 @pytest.mark.parametrize("kind", ["text", "srt", "vtt"])
-def test_other_forms(client: OpenAI, shared_data: Path, kind: Any) -> None:
-    with (shared_data / "speech/un_dog_or_cat.flac").open("rb") as file:
+def test_other_forms(client: OpenAI, voice: Voice, kind: Any) -> None:
+    with voice.say(DOG_OR_CAT).path.open("rb") as file:
         heard: Any = client.audio.transcriptions.create(
             file=file, model="gpt-4o-mini-transcribe", response_format=kind
         )
@@ -63,11 +65,11 @@ def test_other_forms(client: OpenAI, shared_data: Path, kind: Any) -> None:
     assert heard.startswith(
         {"text": "should", "srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0"}[kind]
     )
-    assert DOG in words(heard)
+    assert words(DOG_OR_CAT) in words(heard)
 
 
-def test_a_stream_of_text(client: OpenAI, shared_data: Path) -> None:
-    with (shared_data / "speech/az_chat2.flac").open("rb") as file:
+def test_a_stream_of_text(client: OpenAI, voice: Voice) -> None:
+    with voice.say(MONOLOGUE).path.open("rb") as file:
         events = list(
             client.audio.transcriptions.create(
                 file=file, model="gpt-4o-transcribe", response_format="json", stream=True
@@ -122,8 +124,8 @@ def test_errors_are_the_packages_own(client: OpenAI) -> None:
             client.audio.speech.create(model="tts-1", voice="alloy", input=silent)
 
 
-async def test_several_at_once(server_url: str, shared_data: Path) -> None:
-    content = (shared_data / "speech/un_dog_or_cat.flac").read_bytes()
+async def test_several_at_once(server_url: str, voice: Voice) -> None:
+    content = voice.say(DOG_OR_CAT).path.read_bytes()
     async with AsyncOpenAI(base_url=f"{server_url}/v1", api_key="none-needed") as client:
         # More than one owner's places: the package comes again by itself.
         heard = await asyncio.gather(
@@ -132,14 +134,12 @@ async def test_several_at_once(server_url: str, shared_data: Path) -> None:
                 for _ in range(4)
             )
         )
-    assert {words(one.text) for one in heard} == {DOG}
+    assert {words(one.text) for one in heard} == {words(DOG_OR_CAT)}
 
 
 @pytest.mark.timeout(240)
-async def test_a_caller_speaks_while_files_are_worked_on(
-    server_url: str, shared_data: Path
-) -> None:
-    content = (shared_data / "speech/az_chat2.flac").read_bytes()
+async def test_a_caller_speaks_while_files_are_worked_on(server_url: str, voice: Voice) -> None:
+    content = voice.say(MONOLOGUE).path.read_bytes()
     text = "This is a long text that is read aloud for nobody in particular. " * 10
     async with (
         AsyncOpenAI(base_url=f"{server_url}/v1", api_key="none-needed") as client,
@@ -151,13 +151,11 @@ async def test_a_caller_speaks_while_files_are_worked_on(
         spoken = asyncio.create_task(
             client.audio.speech.create(model="tts-1", voice="alloy", input=text)
         )
-        await caller.say(
-            recording(shared_data / "speech/un_dog_or_cat.flac") + pause(1.0), pace=1.0
-        )
+        await caller.say(voice.say(DOG_OR_CAT).pcm16(RATE) + pause(1.0), pace=1.0)
         done = (await caller.until("response.done"))["response"]
         assert done["status"] in ("completed", "incomplete")
         (final,) = caller.of("conversation.item.input_audio_transcription.completed")
-        assert words(final["transcript"]) == DOG
+        assert words(final["transcript"]) == words(DOG_OR_CAT)
         assert words((await heard).text).startswith("yes i know that there are guide dogs")
         assert len((await spoken).content) > 100_000
         assert not caller.of("error")

@@ -9,7 +9,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,7 +163,7 @@ BAD: dict[str, tuple[str | bytes, str, str | None]] = {
 
 
 @pytest.mark.timeout(240)
-async def test_bad_input_is_answered_and_leaves_nothing(shared_data: Path) -> None:
+async def test_bad_input_is_answered_and_leaves_nothing() -> None:
     async with running() as server:
         async with client(server.url) as socket:
             await answers(socket)

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import parley
+from tests.support.speech import WEATHER, Voice
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.usefixtures("llm_model_path", "asr_model_dir", "tts_voice_path")
 def test_a_recording_is_said_and_what_its_answer_waited_for_adds_up(
-    shared_data: Path, tmp_path: Path
+    voice: Voice, tmp_path: Path
 ) -> None:
-    shutil.copy(shared_data / "speech" / "az_weather.flac", tmp_path / "weather.flac")
-    (tmp_path / "weather.txt").write_text("What's the weather like?")
+    question = voice.say(WEATHER)
+    shutil.copy(question.path, tmp_path / "weather.flac")
+    (tmp_path / "weather.txt").write_text(question.text)
     arguments = ["--speech", str(tmp_path), "--turns", "1", "--provider", "audiosocket", "--json"]
     done = parley(
         *("bench", "voice", *arguments),

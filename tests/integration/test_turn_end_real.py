@@ -22,11 +22,10 @@ from audio.endpointing.vad_endpointer import (
     VoiceResumed,
     VoiceStarted,
 )
-from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import resample
 from audio.vad import WINDOW_SAMPLES, VadModel
 from llm_core import ChatMessage, EngineClient, EngineConfig
+from tests.support.speech import Recordings
 
 pytestmark = pytest.mark.integration
 
@@ -71,13 +70,8 @@ def ends_sentence(text: str, whole: str) -> bool:
     return bool(said) and said[-1].endswith((".", "?", "!"))
 
 
-def load(path: Path) -> Samples:
-    samples, rate = read_audio(path)
-    return resample(samples, rate, SPEECH_RATE)
-
-
 async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
-    llm_model_path: Path, asr_model_dir: Path, shared_data: Path
+    llm_model_path: Path, asr_model_dir: Path, recordings: Recordings
 ) -> None:
     recognizer, vad = Recognizer(asr_model_dir), VadModel()
     engine = await EngineClient.start(
@@ -87,7 +81,7 @@ async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
     try:
         for name in NAMES:
             found = []
-            for pause in pauses(load(shared_data / "hard" / f"pause_{name}_0.8s.flac"), vad):
+            for pause in pauses(recordings.samples(f"hard/pause_{name}_0.8s.flac"), vad):
                 heard = recognizer.transcribe(pause.turn)
                 text = heard.text
                 prompt = [ChatMessage("system", DEFAULT_INSTRUCTIONS), ChatMessage("user", text)]

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import soxr
 
 from audio.asr.recognizer import Recognizer, Transcript
 from audio.asr.word_timing import WordTime
-from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples, silence
-from audio.tts.synthesizer import Synthesizer
 from tests.integration.openai_caller import words as words_of
+from tests.support.speech import DOG_OR_CAT, MONOLOGUE, WEATHER, Recordings, Voice
 
 pytestmark = pytest.mark.integration
 
@@ -26,15 +24,8 @@ def recognizer(asr_model_dir: Path) -> Recognizer:
     return recognizer
 
 
-def load(path: Path) -> Samples:
-    samples, rate = read_audio(path)
-    return samples if rate == SPEECH_RATE else soxr.resample(samples, rate, SPEECH_RATE)
-
-
-def spoken(synthesizer: Synthesizer, text: str) -> Samples:
-    """``text`` from its first audible sample to its last."""
-    samples = synthesizer.synthesize(text)
-    samples = soxr.resample(samples, synthesizer.sample_rate, SPEECH_RATE).astype(np.float32)
+def trimmed(samples: Samples) -> Samples:
+    """``samples`` from the first audible one to the last."""
     loud = np.flatnonzero(np.abs(samples) > 0.02)
     cut: Samples = samples[loud[0] : loud[-1] + 1]
     return cut
@@ -60,10 +51,9 @@ def check(words: Sequence[WordTime], transcript: Transcript) -> None:
     assert not edges or edges[0] >= 0 and edges[-1] <= transcript.audio_s + 1e-6
 
 
-def test_sentences_are_found_where_they_are(recognizer: Recognizer, tts_voice_path: Path) -> None:
-    voice = Synthesizer(tts_voice_path, noise_scale=0.0, noise_w_scale=0.0)
+def test_sentences_are_found_where_they_are(recognizer: Recognizer, voice: Voice) -> None:
     texts = ("The weather is fine today.", "Where do you want to go?", "I would like some coffee.")
-    audio, places = joined([spoken(voice, text) for text in texts], lead_s=1.7, gap_s=0.9)
+    audio, places = joined([trimmed(voice.samples(text)) for text in texts], lead_s=1.7, gap_s=0.9)
     transcript = recognizer.transcribe(audio, keeps_sound=True)
     words = recognizer.locate(transcript)
     check(words, transcript)
@@ -76,10 +66,9 @@ def test_sentences_are_found_where_they_are(recognizer: Recognizer, tts_voice_pa
         first = last + 1
 
 
-def test_words_are_found_where_they_are(recognizer: Recognizer, tts_voice_path: Path) -> None:
-    voice = Synthesizer(tts_voice_path, noise_scale=0.0, noise_w_scale=0.0)
+def test_words_are_found_where_they_are(recognizer: Recognizer, voice: Voice) -> None:
     said = ("apple", "window", "monday", "garden", "yellow", "seven", "river", "camera")
-    audio, places = joined([spoken(voice, word) for word in said], lead_s=0.3, gap_s=0.25)
+    audio, places = joined([trimmed(voice.samples(word)) for word in said], lead_s=0.3, gap_s=0.25)
     transcript = recognizer.transcribe(audio, keeps_sound=True)
     words = recognizer.locate(transcript)
     check(words, transcript)
@@ -96,19 +85,8 @@ def test_words_are_found_where_they_are(recognizer: Recognizer, tts_voice_path: 
         assert word.start_s == pytest.approx(start_s, abs=0.25), word
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("speech/un_dog_or_cat.flac", "speech/sb_birch.flac", "speech/ls_367-130732-0001.flac"),
-        *("speech/ls_1688-142285-0007.flac", "speech/jfk.flac", "hard/cards_001.flac"),
-        *("hard/pause_un_dog_or_cat_1.6s.flac", "hard/noisy_az_weather_crowd5db.flac"),
-        *("hard/digits_card_8k.wav", "hard/padded_az_weather.flac", "hard/ivr_vm-goodbye_8k.wav"),
-    ],
-)
-def test_each_word_has_its_time_within_the_voice(
-    recognizer: Recognizer, shared_data: Path, name: str
-) -> None:
-    samples = load(shared_data / name)
+def check_within_voice(recognizer: Recognizer, samples: Samples) -> None:
+    """Each word has a time of its own, and none takes longer than words do."""
     transcript = recognizer.transcribe(samples, keeps_sound=True)
     words = recognizer.locate(transcript)
     check(words, transcript)
@@ -116,8 +94,23 @@ def test_each_word_has_its_time_within_the_voice(
     assert words[-1].tokens
 
 
-def test_pieces_count_from_the_beginning(recognizer: Recognizer, shared_data: Path) -> None:
-    once = load(shared_data / "speech/az_chat2.flac")  # 31.6 s, more than one piece
+@pytest.mark.parametrize("text", [WEATHER, DOG_OR_CAT, "Goodbye.", "Ten of clubs.", MONOLOGUE])
+def test_each_word_has_its_time(recognizer: Recognizer, voice: Voice, text: str) -> None:
+    check_within_voice(recognizer, voice.say(text).samples())
+
+
+def test_each_word_of_people_has_its_time(recognizer: Recognizer, recordings: Recordings) -> None:
+    for name in (
+        *("speech/un_dog_or_cat.flac", "speech/sb_birch.flac", "speech/ls_367-130732-0001.flac"),
+        *("speech/ls_1688-142285-0007.flac", "speech/jfk.flac", "hard/cards_001.flac"),
+        *("hard/pause_un_dog_or_cat_1.6s.flac", "hard/noisy_az_weather_crowd5db.flac"),
+        *("hard/digits_card_8k.wav", "hard/padded_az_weather.flac", "hard/ivr_vm-goodbye_8k.wav"),
+    ):
+        check_within_voice(recognizer, recordings.samples(name))
+
+
+def test_pieces_count_from_the_beginning(recognizer: Recognizer, voice: Voice) -> None:
+    once = voice.say(MONOLOGUE).samples()  # longer than one piece
     audio = np.concatenate([silence(3 * SPEECH_RATE), once, silence(SPEECH_RATE), once])
     transcript = recognizer.transcribe(audio, keeps_sound=True)
     words = recognizer.locate(transcript)
@@ -130,8 +123,8 @@ def test_pieces_count_from_the_beginning(recognizer: Recognizer, shared_data: Pa
     assert smart[1] - smart[0] == pytest.approx(later_s, abs=0.3)
 
 
-def test_what_was_not_kept_is_heard_again(recognizer: Recognizer, shared_data: Path) -> None:
-    samples = load(shared_data / "speech/un_dog_or_cat.flac")
+def test_what_was_not_kept_is_heard_again(recognizer: Recognizer, voice: Voice) -> None:
+    samples = voice.say(DOG_OR_CAT).samples()
     kept, bare = (recognizer.transcribe(samples, keeps_sound=keeps) for keeps in (True, False))
     assert kept.parts[0].sound is not None and bare.parts[0].sound is None
     pairs = zip(recognizer.locate(kept), recognizer.locate(bare), strict=True)
@@ -143,7 +136,9 @@ def test_nothing_said_has_no_times(recognizer: Recognizer) -> None:
     assert recognizer.locate(transcript) == ()
 
 
-def test_a_very_short_piece_can_be_aligned(recognizer: Recognizer, shared_data: Path) -> None:
-    yes = load(shared_data / "speech/az_chat2.flac")[: int(0.7 * SPEECH_RATE)]
+def test_a_very_short_piece_can_be_aligned(recognizer: Recognizer, voice: Voice) -> None:
+    yes = trimmed(voice.samples("Yes."))
+    assert yes.size < 0.7 * SPEECH_RATE
     transcript = recognizer.transcribe(yes, keeps_sound=True)
+    assert transcript.text
     check(recognizer.locate(transcript), transcript)

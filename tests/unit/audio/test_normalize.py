@@ -214,7 +214,7 @@ def shared_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
-@pytest.mark.skipif(not SHARED_CASES.is_file(), reason="../shared/data/tts_text is not here")
+@pytest.mark.skipif(not SHARED_CASES.is_file(), reason=f"{SHARED_CASES} is missing")
 @pytest.mark.parametrize("row", shared_rows(), ids=lambda row: row["id"])
 def test_shared_cases(row: dict[str, str]) -> None:
     spoken = normalize(strip_markdown(row["input"].replace("\\n", "\n")))
