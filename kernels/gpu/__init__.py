@@ -1,12 +1,12 @@
-"""The operations of a decoder on a GPU: Triton kernels, and plain oracles of the same signatures.
+"""Operations of a decoder on a GPU: Triton kernels, and a torch reference with the same signatures.
 
-    ops = load_ops("triton")     # or "oracle", which runs anywhere
+    ops = load_ops("triton")     # or "oracle", the reference, which runs anywhere
     query = ops.rope_store(qkv, rotations, positions, slots, pages, ...)
 
-Importing this package needs neither Triton nor CUDA; ``load_ops("triton")`` does. Nothing here
-waits for the device: sizes that decide a launch (``max_length``, ``max_query_len``) are given by
-the caller, who knows bounds for them, and all else is read on the device. So every call can be
-captured in a CUDA graph; a batch is filled up to a bucket with rows of slot -1 and sequences of
+Importing this package needs neither Triton nor CUDA; ``load_ops("triton")`` does. No operation
+synchronises with the device: the caller passes upper bounds for sizes that determine a launch
+(``max_length``, ``max_query_len``), and all else is read on the device. So every call can be
+captured in a CUDA graph; batches are padded to a bucket with rows of slot -1 and sequences of
 length 0.
 
 Rotary pairs are interleaved (x[2j], x[2j + 1]), as everywhere in this code base.
@@ -60,12 +60,12 @@ _MIN_CAPABILITY = (8, 0)
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    """Does Triton run kernels in its interpreter, on the CPU (TRITON_INTERPRET=1)?"""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def unavailable_reason() -> str | None:
-    """Why the Triton kernels cannot run on this machine's first GPU; None if they can."""
+    """The reason why the Triton kernels cannot run on the first GPU; None if they can."""
     if not is_interpreted():
         if not torch.cuda.is_available():
             return "there is no CUDA device"
@@ -76,12 +76,12 @@ def unavailable_reason() -> str | None:
                 f"{name} has compute capability {capability[0]}.{capability[1]}, "
                 f"expected {_MIN_CAPABILITY[0]}.{_MIN_CAPABILITY[1]} or higher"
             )
-    # Found is not yet importable, but importing costs 0.3 s: `load_ops` says so if it fails.
+    # Only looks for the package: importing it takes 0.3 s, and `load_ops` reports failures.
     return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
 def load_ops(name: OpsName = "triton") -> GpuOps:
-    """The operations of one implementation. Raises ImportError where Triton cannot be imported."""
+    """The operations of one implementation. Raises ImportError if Triton cannot be imported."""
     if name == "oracle":
         return oracle
     # Triton is an extra, and takes a third of a second to import.
@@ -91,8 +91,8 @@ def load_ops(name: OpsName = "triton") -> GpuOps:
 
 
 def measuring() -> AbstractContextManager[None]:
-    """Launch parameters that are not known for this card are measured inside, and kept: see
-    ``tuning``. Nothing is under the interpreter. Raises ImportError as ``load_ops``."""
+    """A context in which unknown launch parameters are tuned, see ``tuning``; no effect under the
+    interpreter. Raises ImportError if Triton cannot be imported."""
     if is_interpreted():
         return nullcontext()
     from kernels.gpu.tuning import TUNER

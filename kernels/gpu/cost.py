@@ -1,7 +1,7 @@
-"""The work of an operation: the least that it must move and calculate.
+"""Roofline model: the minimum memory traffic and arithmetic of an operation.
 
-Each kernel's module has functions that give it. Dividing by the measured ceilings of a card gives
-the floor that a kernel's time is compared with.
+Each kernel's module has a cost function. Dividing by the measured peaks of a GPU gives the lower
+bound that benchmarks compare a kernel's time with.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Cost:
         return Cost(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
     def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """Seconds that a card with these ceilings cannot go below."""
+        """Lower bound of the time in seconds on a GPU with these peaks."""
         return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
 
 
 def num_bytes(*tensors: torch.Tensor | None) -> int:
-    """Of the tensors' elements."""
+    """Bytes of all elements of the tensors."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

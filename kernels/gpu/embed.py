@@ -1,4 +1,4 @@
-"""Rows of the embedding table."""
+"""Embedding lookup."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def embed(
 
 
 def embed_cost(table: torch.Tensor, num_rows: int) -> Cost:
-    """Each row is read and written; the ids are 8 bytes."""
+    """Reads and writes each row once; ids have 8 bytes."""
     row_bytes = table.shape[1] * table.element_size()
     return Cost(num_rows * (2 * row_bytes + 8), num_rows * table.shape[1])

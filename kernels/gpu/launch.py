@@ -1,4 +1,4 @@
-"""What launches have in common."""
+"""Helpers for launching kernels."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def cdiv(a: int, b: int) -> int:
 
 
 def dependent(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose kernel begins with ``wait_for_inputs(EARLY)``."""
+    """Launch options for a kernel that starts with ``wait_for_inputs(EARLY)``."""
     return {"EARLY": True, "launch_pdl": True} if has_dependent_launch(device) else {"EARLY": False}
 
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """What kernels before this one have written can be read from here on, and what they have read
-    can be written. Every program must come here, even one that has nothing to do: the next kernel
-    relies on it that this one's end is also the end of those before it."""
+    """Waits for the preceding kernels: after it their output may be read and their input
+    overwritten. Every program must call it, even one without work, as the next kernel relies on
+    this one ending after all preceding ones."""
     if EARLY:
-        gdc_launch_dependents()  # the next one may take its place on the device, and wait
+        gdc_launch_dependents()  # the next kernel may start and wait
         gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers):
-    """Brings the lines (128 bytes) at these places into the second-level cache. Only of what no
-    kernel writes, as weights, and only compiled: the interpreter has no cache."""
+    """Prefetches the 128-byte lines at ``pointers`` into the L2 cache. Only for data that no kernel
+    writes, such as weights, and not under the interpreter."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // nothing in $0",
         "=r,l",
@@ -50,8 +50,8 @@ def prefetch(pointers):
 
 
 def num_splits(num_programs: int, num_pieces: int, device: torch.device, most: int) -> int:
-    """Into how many parts the loop of each of ``num_programs`` programs is cut, so that the device
-    is filled about twice; each part keeps at least one of ``num_pieces`` pieces of the loop."""
+    """Number of parts into which the loop of each of ``num_programs`` programs is split, such that
+    the device is filled about twice and each part has at least one of ``num_pieces`` iterations."""
     wanted = cdiv(2 * num_multiprocessors(device), max(num_programs, 1))
     return max(1, min(wanted, num_pieces, most))
 
@@ -59,10 +59,10 @@ def num_splits(num_programs: int, num_pieces: int, device: torch.device, most: i
 def parts_of_a_wave(
     num_programs: int, wanted: int, room: int, num_pieces: int, device: torch.device, most: int
 ) -> int:
-    """Into how many parts the loop of each of ``num_programs`` programs is cut, so that there are
-    ``wanted`` of them for each multiprocessor, but not more than the ``room`` that it has: a second
-    wave of a few would run as long as the first. Each part keeps at least one of ``num_pieces``
-    pieces of the loop."""
+    """Number of parts into which the loop of each of ``num_programs`` programs is split, such that
+    each multiprocessor runs ``wanted`` parts but no more than the ``room`` it has: a second wave,
+    however small, takes as long as the first. Each part has at least one of ``num_pieces``
+    iterations."""
     count = num_multiprocessors(device)
     parts = min(cdiv(wanted * count, num_programs), room * count // num_programs)
     return max(1, min(parts, num_pieces, most))

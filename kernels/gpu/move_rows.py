@@ -1,7 +1,7 @@
-"""Moves the keys and values of accepted drafts together, in all layers at once.
+"""Compaction of the keys and values of accepted drafts, in all layers at once.
 
-A program takes one head of one layer and one sequence: it reads all rows of that sequence before it
-writes any, for a row's target may be another row's source.
+Each program handles one head of one layer and one sequence, and reads all rows of that sequence
+before it writes any, as a row's target may be another row's source.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def move_rows_kernel(
     scales_at = scales_ptr + layer * scales_layer_stride + head * scales_head_stride
     if HAS_SCALES:
         scale = tl.load(scales_at + source, mask=is_kept)
-    # Other threads may hold the row that this one's target overwrites.
+    # Another thread may still have to read the row that this one overwrites.
     tl.debug_barrier()
     tl.store(base + target[:, None] * position_stride, rows, mask=mask)
     if HAS_SCALES:
@@ -66,7 +66,7 @@ def move_rows(
         return
     assert sources.is_contiguous() and targets.is_contiguous() and data.stride(3) == 1, "dense"
     num_layers, num_heads, _, head_dim = data.shape
-    # Bits are moved, whatever they mean.
+    # Moves bits of any dtype.
     raw = data.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[data.itemsize])
     move_rows_kernel[(num_layers * num_heads, num_sequences)](
         raw,
@@ -88,7 +88,7 @@ def move_rows(
 
 
 def move_rows_cost(data: torch.Tensor, scales: torch.Tensor | None, num_moved: int) -> Cost:
-    """Each moved position is read and written in all layers and heads."""
+    """Reads and writes each moved position once in all layers and heads."""
     num_layers, num_heads, _, head_dim = data.shape
     per_head = head_dim * data.element_size() + (0 if scales is None else scales.element_size())
     return Cost(2 * num_moved * num_layers * num_heads * per_head, 0)

@@ -1,8 +1,7 @@
-"""RMS norm, alone or together with the addition to the residual stream that precedes it.
+"""RMS norm, optionally fused with the preceding addition to the residual stream.
 
-A row is read once: at one row a launch costs more than its arithmetic, so the addition, the
-post-norm that some models have before it, and the norm are one kernel. So is the sum of the parts
-of a split product.
+At one row a launch costs more than the arithmetic, so one kernel sums the parts of a split product,
+applies the optional post-norm, adds the residual and normalises, reading each row once.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
-    # Since the last step, all other weights have passed through the cache: it comes from far away.
+    # Loaded early: it is no longer cached, as all other weights were read since the last step.
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     wait_for_inputs(EARLY)
     x_at = x_ptr + row * x_stride + columns
@@ -77,7 +76,7 @@ def add_rms_norm_(
 
 
 def rms_norm_cost(x: torch.Tensor, *, has_residual: bool) -> Cost:
-    """Of ``x`` [T, H]: read and written, and so is the residual. The weight is a row."""
+    """Reads and writes x [T, H] and the residual once, and reads the weight [H]."""
     passes = 4 if has_residual else 2
     row_bytes = x.shape[-1] * x.element_size()
     return Cost(passes * num_bytes(x) + row_bytes, (5 if has_residual else 4) * x.numel())
@@ -113,7 +112,7 @@ def _launch(
         eps,
         HAS_RESIDUAL=residual is not None,
         HAS_POST=post_weight is not None,
-        PARTS=power_of_2(num_parts),  # few variants
+        PARTS=power_of_2(num_parts),  # fewer compiled variants
         BLOCK=block,
         num_warps=min(16, max(1, block // 256)),
         **dependent(x.device),

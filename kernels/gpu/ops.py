@@ -1,10 +1,10 @@
-"""The signatures of the GPU operations. ``oracle`` and ``triton_ops`` both have them.
+"""Signatures of the GPU operations, implemented by ``triton_ops`` and by ``oracle``.
 
 Names of sizes: T rows of a step, B sequences, H hidden_size, D head_dim, N and K a weight's outputs
-and inputs. A ragged batch is given by ``query_starts`` int32 [B + 1]: sequence b has the rows
-[query_starts[b], query_starts[b + 1]) of the step, perhaps none; ``starts`` int32 [B] is the
-position of its first row, which is also how many positions it has in the cache before them. Rows
-that belong to no sequence are not written.
+and inputs. A ragged batch is described by ``query_starts`` int32 [B + 1]: sequence b has the rows
+[query_starts[b], query_starts[b + 1]) of the step, possibly none; ``starts`` int32 [B] is the
+position of its first row, i.e. the number of its cached positions. Rows that belong to no sequence
+are not written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Plain forms of every operation in ``ops.GpuOps``, sequence by sequence: what kernels must equal.
+"""Reference implementation of ``ops.GpuOps`` in plain torch, one sequence at a time.
 
-All arithmetic is float32 (float64 where the input is); results are rounded once, to the dtype of
-the kernel's output. They run on any device and are slow.
+Tests and benchmarks compare the kernels with it. Arithmetic is float32 (float64 for float64 input);
+results are rounded once, to the dtype of the kernel's output. It runs on any device and is slow.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def move_rows(
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    """[T, N], or parts [P, T, N] that are added up."""
+    """[T, N], or the sum of parts [P, T, N]."""
     return _wide(x) if x.dim() == 2 else _wide(x).sum(0)
 
 

@@ -199,15 +199,14 @@ def rope_store(
         HAS_KEY_NORM=key_norm is not None,
         IS_QUANTISED=scales is not None,
         IS_INT8=pages.data.dtype == torch.int8,
-        PARTS=power_of_2(num_parts),  # few variants
+        PARTS=power_of_2(num_parts),  # fewer compiled variants
         **dependent(qkv.device),
     )
     return out
 
 
 def rope_store_cost(qkv: torch.Tensor, pages: KvPages, num_heads: int) -> Cost:
-    """Projections read, queries written, keys and values written in their own dtype; a row of the
-    table is read for each row."""
+    """Reads projections and one row of the table per row; writes queries, keys and values."""
     num_rows, head_dim = qkv.shape[0], pages.head_dim
     stored = (
         2

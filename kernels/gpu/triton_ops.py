@@ -1,4 +1,4 @@
-"""The Triton kernels behind the signatures of ``ops.GpuOps``. Importing this imports Triton."""
+"""``ops.GpuOps`` by Triton kernels. Importing this module imports Triton."""
 
 from __future__ import annotations
 

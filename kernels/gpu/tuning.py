@@ -1,11 +1,11 @@
-"""Launch parameters: measured once on a card, kept in a file, looked up ever after.
+"""Autotuning of launch parameters, cached in a file per GPU model and Triton version.
 
-A kernel offers a few candidates, the first of which serves where nothing was measured. Measuring
-waits for the device, so it happens only inside ``Tuner.measuring()``, which a warm-up enters before
-any CUDA graph is captured; never under the interpreter, whose times mean nothing.
+Each kernel has a few candidate configurations, the first of which is the default. Measuring
+synchronises with the device, so it happens only inside ``Tuner.measuring()``, which warm-up enters
+before any CUDA graph is captured, and never under the interpreter.
 
 The file is JSON: {"<device name>, triton <version>": {"<kernel> <key>": {"BLOCK_N": 64, ...}}}.
-An entry that is none of the kernel's candidates (another version wrote it) is not used.
+Entries that are not among the kernel's candidates (written by another version) are ignored.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Config = Mapping[str, int]  # block sizes, num_warps, num_stages
 Key = tuple[int | str, ...]
 
 _NUM_TIMED = 12
-# Larger than any card's second-level cache: between two runs it is written over.
+# Larger than the L2 cache of any GPU; written between two runs to evict it.
 _FLUSH_BYTES = 256 << 20
 
 
 class Tuner:
-    """The configurations of one device, from ``path`` (None: nothing is kept)."""
+    """Launch configurations of one device, persisted in ``path`` (None: not persisted)."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Tuner:
         device_name: str,
         time_ms: Callable[[Callable[[], None]], float] | None = None,
     ) -> None:
-        """``time_ms`` measures a run; None: on the CUDA device."""
+        """``time_ms`` measures a run; None: ``device_time_ms``."""
         self._path = path
         self._device = f"{device_name}, triton {triton.__version__}"
         self._time_ms = time_ms or device_time_ms
         self._configs = _read(path).get(self._device, {}) if path else {}
-        self._fitting: dict[str, Config] = {}  # where the first choice needs more than there is
+        self._fitting: dict[str, Config] = {}  # replacements for configurations that do not fit
         self._is_measuring = False
 
     def choose(
@@ -80,9 +80,9 @@ class Tuner:
         run: Callable[[Config], None],
         smaller: Sequence[Config] = (),
     ) -> None:
-        """Runs ``kernel`` as ``choose`` says. Where that needs more shared memory or registers than
-        the card has, the first of ``candidates`` and then of ``smaller`` that fits is taken from
-        then on. Raises RuntimeError where none does."""
+        """Runs ``kernel`` with the configuration of ``choose``. If that needs more shared memory or
+        registers than the GPU has, falls back to the first of ``candidates`` and ``smaller`` that
+        fits, for this and all later launches. Raises RuntimeError if none fits."""
         name = " ".join((kernel, *map(str, key)))
         config = self._fitting.get(name) or self.choose(kernel, key, candidates, run)
         try:
@@ -101,8 +101,8 @@ class Tuner:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Unknown keys are measured until this is left; then the file is written. What cannot be
-        written is said in the log and measured again next time."""
+        """A context in which ``choose`` measures unknown keys; writes the file at exit. A failure
+        to write is logged, and the keys are measured again next time."""
         self._is_measuring = True
         try:
             yield
@@ -113,7 +113,7 @@ class Tuner:
 
     @property
     def chosen(self) -> dict[str, dict[str, int]]:
-        """What was measured, here or before, and what was taken because it fits."""
+        """All measured configurations and fallbacks."""
         return {**self._configs, **{name: dict(c) for name, c in self._fitting.items()}}
 
     def put(self, kernel: str, key: Key, config: Config) -> None:
@@ -121,7 +121,7 @@ class Tuner:
         self._configs[" ".join((kernel, *map(str, key)))] = dict(config)
 
     def clear(self) -> None:
-        """Forgets all configurations; the file stays as it is."""
+        """Drops all configurations; does not change the file."""
         self._configs.clear()
         self._fitting.clear()
 
@@ -133,11 +133,11 @@ class Tuner:
             except OutOfResources:  # too much shared memory or too many registers for this card
                 continue
             times.append((self._time_ms(partial(run, config)), index))
-        # Where none fits, ``launch`` looks for a smaller one.
+        # If none fits, ``launch`` tries the smaller ones.
         return candidates[min(times)[1]] if times else candidates[0]
 
     def _write(self, path: Path) -> None:
-        # Read again: another process may have added to it meanwhile.
+        # Read again, as another process may have written it.
         contents = _read(path)
         contents[self._device] = {**contents.get(self._device, {}), **self._configs}
         try:
@@ -148,7 +148,7 @@ class Tuner:
 
 
 def _is_capturing() -> bool:
-    """Measuring waits for the device, which no recording of a CUDA graph survives."""
+    """Synchronising with the device would invalidate a CUDA graph that is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -159,14 +159,14 @@ def default_path() -> Path:
 
 
 def make_tuner() -> Tuner:
-    """For the current CUDA device; without one (the interpreter), nothing is read or kept."""
+    """A tuner for the current CUDA device; without a device nothing is persisted."""
     if not torch.cuda.is_available():
         return Tuner(None, "cpu")
     return Tuner(default_path(), torch.cuda.get_device_name())
 
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """The file's contents; empty, with a line in the log, where it is not what we write."""
+    """The contents of the file; empty, and logged, if it cannot be read or parsed."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -185,7 +185,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Written aside and renamed: readers take no lock."""
+    """Replaces the file atomically, as readers take no lock."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -197,7 +197,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def device_time_ms(run: Callable[[], None]) -> float:
-    """The median of some runs on the current CUDA device, its second-level cache cold each time."""
+    """Median time of several runs on the current CUDA device, each with a cold L2 cache."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED)]

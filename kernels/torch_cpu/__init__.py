@@ -1,1 +1,1 @@
-"""TODO kernels/torch_cpu."""
+"""Fast CPU implementations of the operations in ``kernels.reference``, in torch."""

@@ -1,1 +1,1 @@
-"""TODO kernels/gpu/attention."""
+"""Paged attention: split over positions for decoding and draft trees, tiled for prefill."""

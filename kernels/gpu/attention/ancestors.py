@@ -1,4 +1,4 @@
-"""Parents of drafted rows -> a bit mask of each row's ancestors, without asking the host."""
+"""Ancestor bit masks of the rows of draft trees, computed on the device from parent indices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ancestor_bits_kernel(
 ):
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_place = place < num_rows_total
-    # The sequence of a row is the last that begins at or before it: few enough to look at each.
+    # Finds the sequence of each row by a linear scan, as there are few sequences.
     first = tl.full((ROWS,), 0, tl.int32)
     covered = tl.full((ROWS,), 0, tl.int1)
     for sequence in range(num_sequences):
@@ -40,7 +40,7 @@ def ancestor_bits_kernel(
     word = tl.arange(0, WORDS)
     bits = tl.zeros((ROWS, WORDS), tl.int32)
     current = tl.where(covered, place - first, -1)
-    # A parent comes before its child, so the walk has at most as many steps as the sequence rows.
+    # A parent precedes its child, so a path has at most as many steps as the sequence has rows.
     for _ in range(max_query_len):
         bit = tl.full((ROWS,), 1, tl.int32) << (current & 31)
         is_word = (word[None, :] == (current // 32)[:, None]) & (current >= 0)[:, None]
@@ -54,7 +54,7 @@ def ancestor_bits_kernel(
 
 
 def ancestor_bits_cost(parents: torch.Tensor, max_query_len: int) -> Cost:
-    """Parents read, and a bit for each row that may be seen written."""
+    """Reads the parents and writes one bit per pair of rows."""
     written = 4 * cdiv(max_query_len, 32) * parents.shape[0]
     return Cost(parents.numel() * parents.element_size() + written, 0)
 

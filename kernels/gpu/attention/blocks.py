@@ -1,9 +1,9 @@
-"""What all attention kernels do with one block of keys and values.
+"""Processing of one block of keys and values, shared by all attention kernels.
 
-Softmax is taken online (Milakov and Gimelshein 2018; Dao et al. 2022). Scores are in units of log2,
-so that the exponential is the hardware's own; sums are float32. Query heads that share a key/value
-head are packed into the rows of one tile: with grouped queries a single token fills a tensor core's
-tile, and each key is read once for all of them.
+Softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022). Scores are in units of
+log2, for the hardware's exp2; sums are float32. Query heads that share a KV head are packed into
+the rows of one tile: with grouped-query attention a single token fills a tensor-core tile, and each
+key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def slots_of(table_ptr, places, mask, BLOCK_SIZE: tl.constexpr):
-    """Where ``places`` of a sequence lie in the pool, int64: a pool has more than 2^31 numbers."""
+    """Slots of positions ``places`` of a sequence, int64: a pool has more than 2^31 elements."""
     page = tl.load(table_ptr + places // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
     return page * BLOCK_SIZE + places % BLOCK_SIZE
 
@@ -43,8 +43,8 @@ def score_block(
 ):
     """Scores [M, BLOCK_N] of query [M, BLOCK_D] with the keys at ``slots``, times log2(e).
 
-    ``scale`` includes log2(e) unless there is a softcap. Quantised keys are multiplied as their
-    codes, which are exact in 16 bits, and the scale follows.
+    ``scale`` includes log2(e) unless there is a softcap. Quantised keys are multiplied as codes,
+    which are exact in 16 bits; their scale is applied to the scores.
     """
     d = tl.arange(0, BLOCK_D)
     key = tl.load(
@@ -57,7 +57,7 @@ def score_block(
     if IS_QUANTISED:
         scores *= tl.load(scales_ptr + slots, mask=mask, other=0.0)[None, :]
     if HAS_SOFTCAP:
-        # tanh(z) = 2 sigmoid(2 z) - 1; it is -1 long before the exponential inside overflows
+        # tanh(z) = 2 sigmoid(2 z) - 1, clamped before the exponential inside overflows
         doubled = tl.maximum(2.0 * scores / softcap, -80.0)
         scores = softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(doubled) - 1.0)
     return scores
@@ -79,10 +79,10 @@ def accumulate_block(
     BLOCK_D: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
 ):
-    """(acc [M, BLOCK_D], largest [M], total [M]) with the values at ``slots`` taken in.
+    """(acc [M, BLOCK_D], largest [M], total [M]) updated with the values at ``slots``.
 
-    Scores of what is not seen are -inf. A row that has seen nothing yet has largest -inf and
-    total 0, and stays finite.
+    Masked scores are -inf. A row for which all keys so far are masked has largest -inf and total 0,
+    and stays finite.
     """
     d = tl.arange(0, BLOCK_D)
     new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -108,9 +108,9 @@ def score_factor(scale: float, softcap: float | None) -> float:
 
 
 def attention_cost(query: torch.Tensor, pages: KvPages, num_keys: int, num_pairs: int) -> Cost:
-    """``num_keys``: positions read, summed over sequences, each once for all of a sequence's rows;
-    ``num_pairs``: (row, position) pairs that are seen. query [T, num_heads, D]. What the parts of a
-    split write and read again is no part of it: it is what splitting costs."""
+    """``num_keys``: positions read, summed over sequences, each once for all rows of a sequence;
+    ``num_pairs``: unmasked (row, position) pairs. query [T, num_heads, D]. Intermediate results of
+    a split are not counted, as they are overhead."""
     head_bytes = pages.head_dim * pages.data.element_size() + (0 if pages.scales is None else 4)
     read = 2 * pages.num_kv_heads * head_bytes * num_keys
     num_heads, head_dim = query.shape[1], query.shape[2]

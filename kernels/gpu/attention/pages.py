@@ -1,4 +1,4 @@
-"""One layer's part of the paged KV cache, as kernels see it."""
+"""The paged KV cache of one layer, as kernels read it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# The largest code of each quantised dtype: a head's largest magnitude becomes this.
+# Largest code of each quantised dtype, to which a head's largest magnitude is scaled.
 MAX_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 

@@ -1,8 +1,7 @@
-"""Attention of prompt chunks over pages: many rows a sequence, each seeing those before it.
+"""Causal attention of prompt chunks over pages, with many rows per sequence.
 
-One program takes some rows of one sequence, with all query heads of one key/value head, and walks
-over the positions that they see. Only blocks that hold a position which some row does not see are
-masked; all earlier ones run without.
+Each program handles some rows of one sequence and all query heads of one KV head, and iterates over
+the positions that they see. Only blocks with a position that some row does not see are masked.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SMALL_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
     {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
 )
-# For wide heads on cards with little shared memory.
+# For wide heads on GPUs with little shared memory.
 SMALLER: tuple[Config, ...] = (
     {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
     {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
@@ -68,7 +67,7 @@ def prefill_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     IS_QUANTISED: tl.constexpr,
 ):
-    # The last rows see most: they begin first, so that the short ones fill the end.
+    # The last rows see the most positions, so they are started first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2)
@@ -96,7 +95,7 @@ def prefill_attention_kernel(
     plain_end = (first_own + 1) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
         lowest = tl.maximum(first_own + 1 - window, 0) // BLOCK_N * BLOCK_N
-        plain_end = lowest  # windows are short: all of their blocks are masked
+        plain_end = lowest  # windows are short, so all of their blocks are masked
 
     keys_ptr = data_ptr + kv_head * head_stride
     values_ptr = data_ptr + (num_kv_heads + kv_head) * head_stride
@@ -135,7 +134,7 @@ def prefill_attention_kernel(
             scores, acc, largest, total, values_ptr, value_scales_ptr, slots, is_key,
             position_stride, query.dtype, HEAD_DIM, BLOCK_D, IS_QUANTISED,
         )  # fmt: skip
-    # Rows of the tile beyond the sequence may have seen nothing; they are not stored.
+    # Rows of the tile beyond the sequence may have total 0; they are not stored.
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=row_mask)
 

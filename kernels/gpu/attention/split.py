@@ -1,10 +1,10 @@
-"""Attention of few rows a sequence over a long cache: decoding, and verification of drafted trees.
+"""Attention of few rows per sequence over a long cache: decoding and verification of draft trees.
 
-Reading the cache is all the work, and a batch of one has fewer key/value heads than a GPU has
-multiprocessors. So the positions are split (flash-decoding, Dao et al. 2023): each program attends
-to one part and writes a partial result, and a second kernel weighs the parts together. How many
-parts there are depends on ``max_length``, not on lengths that only the device knows: parts that a
-short sequence does not need end at once.
+Reading the cache dominates, and a batch of one has fewer KV heads than a GPU has multiprocessors.
+So positions are split into parts (flash-decoding, Dao et al. 2023): each program attends to one
+part and writes a partial result, and a second kernel combines them. The number of parts depends on
+``max_length``, not on the lengths, which only the device knows; programs of parts beyond a short
+sequence return at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_N": 32, "num_warps": 2, "num_stages": 4},
 )
-# For wide heads on cards with little shared memory.
+# For wide heads on GPUs with little shared memory.
 SMALLER: tuple[Config, ...] = ({"BLOCK_N": 16, "num_warps": 4, "num_stages": 1},)
 
 
@@ -118,7 +118,7 @@ def split_attention_kernel(
     at = place[:, None] * HEAD_DIM + d[None, :]
     query = tl.load(query_ptr + at, mask=row_mask, other=0.0)
 
-    # positions | not seen by any row (window) | lowest ... length |, in whole blocks, by parts
+    # positions | outside all windows | lowest ... length |, split into parts of whole blocks
     lowest = 0
     if HAS_WINDOW:
         lowest = tl.maximum(start + 1 - window, 0) // BLOCK_N * BLOCK_N
@@ -154,7 +154,7 @@ def split_attention_kernel(
             words = tl.load(
                 ancestors_ptr + (first_row + row)[:, None] * num_words + (drafted // 32)[None, :],
                 mask=is_row[:, None] & is_drafted[None, :],
-                other=-1,  # all of the prefix is seen
+                other=-1,  # the whole prefix is visible
             )
             seen &= ((words >> (drafted & 31)[None, :]) & 1) != 0
             if HAS_WINDOW:
@@ -171,7 +171,7 @@ def split_attention_kernel(
             position_stride, query.dtype, HEAD_DIM, BLOCK_D, IS_QUANTISED,
         )  # fmt: skip
 
-    # A part without any position has total 0: its result is 0 and its weight 0.
+    # An empty part has total 0, and so result and weight 0.
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if IS_SPLIT:
         part_place = part.to(tl.int64) * num_rows_total * num_heads + place
@@ -278,7 +278,7 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments that decoding and verification share. ``starts`` are lengths in decoding."""
+    """Arguments shared by decoding and verification. ``starts`` are lengths in decoding."""
 
     query: torch.Tensor
     pages: KvPages
@@ -382,7 +382,7 @@ class _Call:
                 IS_TREE=tree is not None,
                 HEAD_DIM=head_dim,
                 BLOCK_D=power_of_2(head_dim),
-                # Few variants, so that a new length or batch size does not wait for a compiler.
+                # Few variants, so that a new length or batch size does not trigger a compilation.
                 PARTS=_FEW_PARTS if parts <= _FEW_PARTS else _MAX_SPLITS,
                 num_warps=4,
                 **dependent(query.device),

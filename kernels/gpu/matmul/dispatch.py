@@ -1,4 +1,4 @@
-"""Products with weights of every format, and the one place that chooses how."""
+"""Matrix products with weights of all formats; chooses the kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matmul(
     num_rows, num_out = x.shape[0], weight_shape(weight)[0]
     _check(x, weight)
     if isinstance(weight, torch.Tensor) and num_rows > MAX_ROWS:
-        # cuBLAS rounds to its inputs' dtype: a wider result is only a wider copy.
+        # cuBLAS rounds to the dtype of its inputs; a wider result only converts that.
         plain_bias = None if bias is None else bias.to(x.dtype)
         product = torch.nn.functional.linear(x, weight.to(x.dtype), plain_bias)
         return product.to(out_dtype or x.dtype)
@@ -66,7 +66,7 @@ def _check(x: torch.Tensor, weight: GpuWeight) -> None:
 
 
 def matmul_cost(x: torch.Tensor, weight: GpuWeight, out: torch.Tensor) -> Cost:
-    """The weight is read once, x read, out written; 2 T N K operations."""
+    """Reads the weight and x once and writes out once; 2 T N K operations."""
     if isinstance(weight, torch.Tensor):
         weight_bytes = weight.numel() * weight.element_size()
     else:

@@ -1,4 +1,4 @@
-"""The matrix product of tiles, in one place for the device and for the interpreter."""
+"""Products of tiles, on the device and in the interpreter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def to_float(codes, DTYPE: tl.constexpr):
-    """Whole numbers or floats as DTYPE. Whole numbers go by way of float32, which costs the device
-    nothing: it converts so anyway, and the interpreter takes an integer for bfloat16's bits. 8-bit
-    floats go by way of float16, which they are made with, and float32: from float16 to bfloat16
-    there is a conversion too, of a quarter of the speed or less."""
+    """Integers or floats converted to DTYPE. Integers are converted via float32, as the device does
+    anyway; the interpreter would reinterpret them as bits of bfloat16. 8-bit floats are converted
+    via float16 and float32: the direct conversion of float16 to bfloat16 has at most a quarter of
+    the speed."""
     if codes.dtype.is_int():
         return codes.to(tl.float32).to(DTYPE)
     if codes.dtype.primitive_bitwidth == 8:
@@ -24,16 +24,16 @@ def to_float(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc float32 + a @ b, whose operands are both float32 (in full precision, not TF32) or both
-    of one 16-bit type."""
+    """acc float32 + a @ b; operands are both float32 (in full precision, not TF32) or both of the
+    same 16-bit type."""
     if _IS_INTERPRETED:
-        # The interpreter (3.7.1) multiplies the bit patterns of bfloat16 as if they were integers.
-        # float32 holds the operands exactly, as the tensor core's sums do.
+        # The interpreter (3.7.1) multiplies bfloat16 as integers. float32 represents the operands
+        # exactly.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-# Codes of 4 bits become bfloat16 by being put below the exponent of 128, whose last place is 1.
+# Converts 4-bit codes to bfloat16 128 + code by or-ing them into the mantissa of 128.
 _MAGIC = tl.constexpr("""
 {
 .reg .b32 a, b, c;
@@ -49,15 +49,15 @@ lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
 
 
 def code_offset(dtype: torch.dtype) -> float:
-    """What is added to each code of 4 bits that becomes a number of ``dtype``."""
+    """The offset that ``codes_of`` adds to 4-bit codes converted to ``dtype``."""
     return 128.0 if dtype == torch.bfloat16 else 0.0
 
 
 @triton.jit
 def codes_of(words, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """The four codes of each of ``words`` (int16, the first one lowest) as DTYPE, plus OFFSET, its
-    ``code_offset``. A conversion for each number would take longer than reading it does;
-    so bfloat16's bits are made, of two words at a time, in seven instructions for eight codes."""
+    """The four codes of each of ``words`` (int16, lowest bits first) as DTYPE, plus OFFSET
+    (``code_offset(DTYPE)``). Converting each code would take longer than reading it, so the bits of
+    bfloat16 are assembled for two words at a time, in seven instructions for eight codes."""
     if tl.bfloat16 == DTYPE and not _IS_INTERPRETED:
         return tl.inline_asm_elementwise(
             _MAGIC,

@@ -1,17 +1,16 @@
-"""Products of few rows with a weight: bound by reading the weight, once.
+"""Matrix products of few rows, bound by the bandwidth of reading the weight once.
 
-The weight is the left operand of the tile product and the rows are its right one, so that up to 16
-rows cost one pass (and a weight that is unpacked in registers goes straight into the product).
-Codes are multiplied as they are, exact in 16 bits, and the scale of a group is applied to the
-group's sum; what is added to each code of a group (its zero, and what ``codes_of`` adds) is
-multiplied by the sum of the group's inputs, which is a product with ones: tensor cores have time.
+The weight is the left operand of the tile product and the rows are the right one, so that up to 16
+rows cost one pass, and unpacked weights go from registers straight into the product. Codes are
+multiplied as they are, exact in 16 bits, and a group's scale is applied to the group's sum. Offsets
+(the group's zero point, and the offset of ``codes_of``) are multiplied by the sum of the group's
+inputs, computed as a product with ones, since the tensor cores are idle anyway.
 
-A device is filled by one wave of programs, with as many bytes in flight as its memory needs to keep
-going. Where there are fewer output tiles, the inputs are split too; the parts are added in a fixed
-order, so the result is the same in every run: by a second kernel, or by the operation that follows,
-which then needs none (``parts_of_few_rows``). A gated product has the gate and what it gates in
-neighbouring rows of its tile. While a program waits for what comes before it, the beginning of its
-weights is already on the way.
+One wave of programs fills the device, with as many bytes in flight as its memory needs. If there
+are too few output tiles, the inputs are split as well (split-K); parts are added in a fixed order,
+so results are reproducible, either by a second kernel or by the operation that follows
+(``parts_of_few_rows``). A gated product has gate and up in adjacent rows of its tile. While a
+program waits for the preceding kernel, it prefetches the beginning of its weights.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from kernels.gpu.ops import GateName
 from kernels.gpu.tuning import TUNER, Config
 
 MAX_ROWS = 64
-MAX_PARTS = 4  # one program of the operation that follows reads all of a row's
+MAX_PARTS = 4  # one program of the following operation reads all parts of a row
 _REDUCE_BLOCK = 512
-_PREFETCH_BYTES = 32768  # by each program: some microseconds of the device's memory for all of them
-_SHARED_BYTES = 200_000  # of a multiprocessor: decides how many programs it holds, no more
-_IN_FLIGHT_BYTES = 65536  # of a multiprocessor: what a large card's memory gives it in 2 us
+_PREFETCH_BYTES = 32768  # per program; some microseconds of memory bandwidth in all
+_SHARED_BYTES = 200_000  # of a multiprocessor; only determines how many programs it runs
+_IN_FLIGHT_BYTES = 65536  # per multiprocessor: bandwidth times latency (2 us) of a large GPU
 CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
@@ -57,20 +56,20 @@ INT4_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 32, "num_warps": 1, "num_stages": 6},
     {"BLOCK_N": 128, "num_warps": 4, "num_stages": 5},
 )
-# Of more than 16 rows: sums fill more registers.
+# For more than 16 rows, whose sums take more registers.
 INT4_WIDE_CONFIGS: tuple[Config, ...] = (
     {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 128, "num_warps": 8, "num_stages": 4},
     {"BLOCK_N": 32, "num_warps": 4, "num_stages": 4},
 )
-# For wide types on cards with little shared memory.
+# For wide types on GPUs with little shared memory.
 SMALLER: tuple[Config, ...] = ({"BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},)
 INT4_SMALLER: tuple[Config, ...] = ({"BLOCK_N": 32, "num_warps": 4, "num_stages": 2},)
 
 
 @triton.jit
 def outputs_of_tile(num_out, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
-    """(rows of the weight, which of them there are); of a gated product gate 0, up 0, gate 1 ..."""
+    """(rows of the weight, mask of existing rows); for a gated product gate 0, up 0, gate 1 ..."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = row
     if GATE != "none":
@@ -81,7 +80,7 @@ def outputs_of_tile(num_out, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
 @triton.jit
 def store_tile(acc, out_ptr, bias_ptr, n, is_out, num_rows, num_out, HAS_BIAS: tl.constexpr,
                GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_M] to row m, column n, of this part's result."""
+    """Stores acc [BLOCK_N, BLOCK_M] to rows m and columns n of this part's result."""
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if GATE != "none":
         pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
@@ -151,7 +150,7 @@ def few_rows_kernel(
         )  # [BLOCK_N, BLOCK_K]
         x = tl.load(x_at + k[:, None], mask=is_in[:, None] & is_row[None, :], other=0.0)
         if IS_GROUPED:
-            # A block lies within one group.
+            # A block is within one group.
             place = block * BLOCK_K // group * num_out + n
             scale = tl.load(scale_ptr + place, mask=is_out, other=0.0).to(tl.float32)
             nothing = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -171,9 +170,8 @@ def few_rows_kernel(
 
 @triton.jit
 def two_dots(a, x, b, y, to, IS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr):
-    """to (0 if IS_FIRST) + a @ x + b @ y. Of so few rows that registers abound, side by side: a
-    product that adds to the one before it waits for it, and few programs are there to fill that
-    time."""
+    """to (0 if IS_FIRST) + a @ x + b @ y. With few rows the two products are independent: chained
+    accumulation would wait for the first, with too few programs to hide the latency."""
     if BLOCK_M <= 8:
         nothing = tl.zeros((a.shape[0], x.shape[1]), tl.float32)
         both = dot(a, x, nothing) + dot(b, y, nothing)
@@ -217,7 +215,7 @@ def few_rows_int4_kernel(
         span = tl.minimum(first + tl.arange(0, NUM_EARLY_SPANS), num_spans - 1)
         place = (span * num_out)[None, :] + tl.where(is_out, n, 0)[:, None]
         prefetch(packed_ptr + place.to(tl.int64) * QUARTER)
-    # Scales are fetched a span ahead: they are too narrow for the copies that fetch all else.
+    # Scales are loaded one span ahead: they are too narrow for asynchronous copies.
     scale_at = scale_ptr + first * GROUPS * num_out + n
     zero_at = zero_ptr + first * GROUPS * num_out + n
     is_there = is_out & (first < last)
@@ -257,7 +255,7 @@ def few_rows_int4_kernel(
         x2 = tl.load(x_at + 2 * QUARTER, mask=mask2, other=0.0)
         x3 = tl.load(x_at + 3 * QUARTER, mask=mask3, other=0.0)
         scale, high_scale = next_scale.to(tl.float32), next_high_scale.to(tl.float32)
-        # What each code of a group has too little, times the group's scale.
+        # Offset of the codes of a group, times the group's scale.
         zero, high_zero = -OFFSET * scale, -OFFSET * high_scale
         if HAS_ZERO:
             zero += next_zero.to(tl.float32)
@@ -330,7 +328,7 @@ def matmul_few_rows(
 
 
 def parts_of_few_rows(x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
-    """float32 [P, T, N], P from 1 to MAX_PARTS: what is to be added up."""
+    """float32 [P, T, N], P from 1 to MAX_PARTS: partial products, whose sum is the result."""
     return _Product(x, weight, None, torch.float32, "none").run(None)
 
 
@@ -341,7 +339,7 @@ def gated_few_rows(x: torch.Tensor, weight: GpuWeight, gate: GateName) -> torch.
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """``gate`` "none", or that of a gated product: then ``bias`` is None."""
+    """A product, gated unless ``gate`` is "none"; a gated one has no bias."""
 
     x: torch.Tensor
     weight: GpuWeight
@@ -350,8 +348,8 @@ class _Product:
     gate: GateName | Literal["none"]
 
     def run(self, out: torch.Tensor | None) -> torch.Tensor:
-        """Writes ``out`` [T, N], or makes what is asked for without it: [T, N / 2] of a gated
-        product, else parts [P, T, N]."""
+        """Writes and returns ``out`` [T, N]; without it returns a new tensor: [T, N / 2] for a
+        gated product, else parts [P, T, N]."""
         x, weight = self.x, self.weight
         block_m = max(8, power_of_2(x.shape[0]))
         made = [x]
@@ -384,7 +382,7 @@ class _Product:
         block_n = config["BLOCK_N"]
         num_tiles = cdiv(num_out, block_n)
         stage_bytes = block_n * row_bytes + block_m * stage_inputs * x.element_size()
-        num_buffers = max(1, config["num_stages"] - 1)  # the last stage is in registers
+        num_buffers = max(1, config["num_stages"] - 1)  # the last stage is held in registers
         wanted = cdiv(_IN_FLIGHT_BYTES, num_buffers * block_n * row_bytes)
         room = max(1, _SHARED_BYTES // (num_buffers * stage_bytes))
         parts = 1
@@ -392,7 +390,7 @@ class _Product:
             pieces = cdiv(num_blocks, least)
             parts = parts_of_a_wave(num_tiles, wanted, room, pieces, x.device, MAX_PARTS)
         blocks_per_part = cdiv(num_blocks, parts)
-        parts = cdiv(num_blocks, blocks_per_part)  # none is empty
+        parts = cdiv(num_blocks, blocks_per_part)  # no part is empty
 
         if self.gate != "none":
             target = torch.empty(num_rows, num_out // 2, dtype=self.out_dtype, device=x.device)
@@ -478,7 +476,7 @@ class _Product:
             group or num_in,
             blocks_per_part,
             HAS_SCALE=not isinstance(weight, torch.Tensor),
-            # One zero for all inputs is taken in block by block too.
+            # A single zero point for all inputs is applied block by block too.
             IS_GROUPED=group is not None or zero is not None,
             HAS_ZERO=zero is not None,
             NUM_LINES=max(1, _PREFETCH_BYTES // (config["BLOCK_N"] * 128)),
@@ -487,7 +485,7 @@ class _Product:
 
 
 def _block_k(config: Config, weight: GpuWeight) -> int:
-    """A block of inputs lies within one group; and no block is twice as long as the inputs."""
+    """BLOCK_K limited to one group, and to less than twice the number of inputs."""
     longest = max(16, power_of_2(weight_shape(weight)[1]))
     if isinstance(weight, Int8Weight) and weight.group is not None:
         longest = weight.group

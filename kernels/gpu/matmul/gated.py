@@ -1,4 +1,4 @@
-"""The gated feed-forward's product: silu(gate) * up, or gelu(gate) * up in its tanh form."""
+"""Gated activation of the feed-forward network: silu(gate) * up, or gelu(gate) * up (tanh)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def activated(gate, IS_GELU: tl.constexpr):
     if IS_GELU:
         # (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    # Lower arguments give nothing but an overflow of the exponential inside.
+    # Clamped, as the exponential inside would overflow.
     return gate * tl.sigmoid(tl.maximum(argument, -80.0))
 
 
@@ -44,7 +44,7 @@ def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
     assert gate_up.is_contiguous(), "gate_up is dense"
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
-        # The second axis has up to 65535 places: more rows than a step has.
+        # The second axis is limited to 65535, more rows than a step has.
         grid = (cdiv(size, _BLOCK), num_rows)
         is_gelu = gate == "gelu_tanh"
         early = dependent(gate_up.device)
@@ -53,5 +53,5 @@ def gated(gate_up: torch.Tensor, gate: GateName = "silu") -> torch.Tensor:
 
 
 def gated_cost(gate_up: torch.Tensor) -> Cost:
-    """Of gate_up [T, 2 * I]: read once, half as much written."""
+    """Reads gate_up [T, 2 * I] once and writes half as much."""
     return Cost(gate_up.numel() * 3 // 2 * gate_up.element_size(), 4 * gate_up.numel())

@@ -1,7 +1,7 @@
-"""Products of many rows with a quantised weight, for prompts: bound by arithmetic.
+"""Matrix products of many rows with a quantised weight, for prefill: bound by arithmetic.
 
-Each tile of the weight is dequantised to the activations' dtype on its way to the tensor cores, so
-one accumulator takes all groups. Plain weights are left to cuBLAS.
+Each tile of the weight is dequantised to the dtype of the activations, so that one accumulator
+serves all groups. Float weights are multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONFIGS: tuple[Config, ...] = (
 SMALLER: tuple[Config, ...] = (
     {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
 )
-# Neighbouring programs take this many row tiles of one column tile, so that the second-level cache
-# serves most reads of the weight.
+# Consecutive programs process this many row tiles of one column tile, so that most reads of the
+# weight hit the L2 cache.
 _ROW_TILES = 8
 
 
@@ -136,7 +136,7 @@ def many_rows_int4_kernel(
         if GROUP != 4 * QUARTER:
             high_scale = tl.load(scale_ptr + place + num_out, mask=is_out, other=0.0)
             high_scale = high_scale.to(tl.float32)
-        # What each code of a group has too little, times the group's scale.
+        # Offset of the codes of a group, times the group's scale.
         zero, high_zero = -OFFSET * scale, -OFFSET * high_scale
         if HAS_ZERO:
             group_zero = tl.load(zero_ptr + place, mask=is_out, other=0.0).to(tl.float32)

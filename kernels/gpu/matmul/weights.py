@@ -1,7 +1,4 @@
-"""Quantised weights as the GPU kernels read them, and how they are packed.
-
-Everything here is plain torch and runs where the tensors are.
-"""
+"""Layouts of quantised weights for the GPU kernels, and packing into them, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# An INT4 span is four quarters of at least 16 inputs: a tensor core step needs as many.
+# An INT4 span is four quarters of at least 16 inputs, the depth of a tensor-core step.
 _MIN_SPAN = 64
 
 
@@ -18,10 +15,10 @@ class Int4Weight:
     """A matrix [num_out, num_in] of 4-bit codes: value = code * scale + zero.
 
     ``packed`` int16 [num_spans, num_out, span / 4]: the inputs are cut into spans of
-    max(64, group), and word j of a span holds, from its lowest bits up, the inputs j of the span's
-    four quarters. So a program that reads some outputs of a span reads consecutive bytes, words lie
-    in registers as a tensor core wants 16-bit numbers, and each nibble of a tile belongs to one
-    quarter of the span: no value changes its place.
+    max(64, group), and word j of a span holds, from its lowest bits up, input j of each of the
+    span's four quarters. So the words of consecutive outputs are contiguous, they are laid out in
+    registers like the 16-bit operands of a tensor core, and no value has to be moved after
+    unpacking.
     ``scale`` and ``zero`` (None: 0) [num_spans * span / group, num_out], float32, bfloat16 or
     float16. Inputs beyond num_in have scale and zero 0.
     """
@@ -42,7 +39,7 @@ class Int4Weight:
 
     @property
     def num_bytes(self) -> int:
-        """What one pass over the weight reads."""
+        """Bytes that one pass over the weight reads."""
         return _num_bytes(self.packed, self.scale, self.zero)
 
 
@@ -69,7 +66,7 @@ class Int8Weight:
 
     @property
     def num_bytes(self) -> int:
-        """What one pass over the weight reads."""
+        """Bytes that one pass over the weight reads."""
         return _num_bytes(self.codes, self.scale, self.zero)
 
 
@@ -90,7 +87,7 @@ class Float8Weight:
 
     @property
     def num_bytes(self) -> int:
-        """What one pass over the weight reads."""
+        """Bytes that one pass over the weight reads."""
         return _num_bytes(self.codes, self.scale, None)
 
 
@@ -124,7 +121,7 @@ def pack_int4(
     num_spans = -(-num_in // span)
     padded = torch.nn.functional.pad(codes, (0, num_spans * span - num_in))
     quarters = padded.view(num_out, num_spans, 4, span // 4).transpose(0, 1)
-    # int16 of two bytes, the lower one first: so all machines are that have a GPU.
+    # Little-endian, as on all machines with a GPU.
     pairs = [quarters[:, :, n] | quarters[:, :, n + 1] << 4 for n in (0, 2)]
     packed = torch.stack(pairs, -1).view(torch.int16).squeeze(-1)
     pad = (0, num_spans * span // group - scale.shape[1])
@@ -144,7 +141,7 @@ def pack_int8(
 ) -> Int8Weight:
     """codes int8 or uint8 [N, K]; scale (and zero) [N] without a group, else [N, K / group].
 
-    Codes that are unsigned are moved down by 128, and their zeros up. Raises ValueError for a group
+    Unsigned codes are shifted down by 128, and their zero points up. Raises ValueError for a group
     that is not a power of two from 32 to 256, or does not divide K.
     """
     if group is not None:
@@ -164,7 +161,7 @@ def pack_float8(codes: torch.Tensor, scale: torch.Tensor) -> Float8Weight:
 
 
 def dequantize(weight: GpuWeight) -> torch.Tensor:
-    """float32 [N, K]: the values that a weight means."""
+    """The dequantised weight, float32 [N, K]."""
     if isinstance(weight, torch.Tensor):
         return weight.float()
     if isinstance(weight, Float8Weight):

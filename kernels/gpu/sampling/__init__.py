@@ -1,1 +1,1 @@
-"""TODO kernels/gpu/sampling."""
+"""Sampling of tokens on the device."""

@@ -1,4 +1,4 @@
-"""What choosing the next tokens of a batch needs besides the logits."""
+"""Sampling parameters of a batch, as tensors."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+# Tokens more than ln(vocabulary) plus this below the best have a joint probability below 2^-20 and
+# are never sampled.
+TAIL_DEPTH = 14.0
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """One entry a row of logits, all on the logits' device.
+    """One entry per row of logits, on the device of the logits.
 
     ``temperature`` float32 (below 1e-5: greedy), ``top_k`` int32 (0: off), ``top_p`` float32 (1:
     off), ``min_p`` float32 (0: off), ``seeds`` int64 (the 64 bits of an unsigned seed) and
-    ``positions`` int32 or int64: the index in its sequence of the token that is chosen.
+    ``positions`` int32 or int64: index in its sequence of the sampled token.
     """
 
     temperature: torch.Tensor

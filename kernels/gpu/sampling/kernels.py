@@ -1,15 +1,15 @@
-"""Chooses tokens on the device: temperature, top-k, top-p and min-p without sorting a vocabulary.
+"""Sampling on the device: temperature, top-k, top-p and min-p without sorting the vocabulary.
 
-A token's *depth* is how far its scaled logit lies below the best, so its weight is exp(-depth), and
-the bits of a depth, read as a whole number (its *key*), grow as the depth does. Whatever is cut is
-then a question of the form "at which key does the sum of all lighter keys cross this value",
-answered bit by bit. Four launches, none of which the host waits for:
+The *depth* of a token is the distance of its scaled logit from the best, so its weight is
+exp(-depth). The bits of a depth read as an integer (its *key*) are monotonic in the depth, so each
+threshold (top-k, top-p) is found by a binary search over the bits of the key. Four launches,
+without synchronisation:
 
 1. the best logit of each block of the vocabulary;
 2. count and weight of each block's tokens within a few depths of the best;
-3. the shallowest of these depths that must hold the answer; its tokens are written down, in order
-   of ids (a few hundred of a real row's tens of thousands);
-4. one program a row cuts these, and draws in the order of ids.
+3. the smallest of these depths that contains all candidates; these (a few hundred of tens of
+   thousands) are written in order of ids;
+4. one program per row applies the thresholds and samples in the order of ids.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ import triton.language as tl
 
 from kernels.gpu.cost import Cost
 from kernels.gpu.launch import cdiv, dependent, power_of_2, wait_for_inputs
-from kernels.gpu.sampling.inputs import SamplingInputs
-from kernels.gpu.sampling.oracle import NEAR_DEPTH
+from kernels.gpu.sampling.inputs import TAIL_DEPTH, SamplingInputs
 
 _BLOCK = 4096
 _DRAW_BLOCK = 1024
 
-# Depths at which tokens are counted: 0, 4, 8, 16 and the limit beyond which nothing is drawn.
+# Depths at which tokens are counted: 0, 4, 8, 16 and the limit beyond which none is sampled.
 _NUM_DEPTHS = 5
 
-# They lie somewhere in a step's words: their alignment must not make new variants to compile.
+# Views into a step's input buffer: their alignment must not trigger new compilations.
 _ROW_POINTERS = [
     *("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr")
 ]
@@ -40,7 +39,7 @@ _ROW_POINTERS = [
 @triton.jit
 def load_logits(logits_ptr, allowed_ptr, row, block, row_stride, vocab_size, num_words,
                 HAS_ALLOWED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """float32 [BLOCK]: -inf where a token is not allowed, +inf where the logit is not a number."""
+    """float32 [BLOCK]: -inf for tokens that are not allowed, +inf for NaN."""
     ids = block * BLOCK + tl.arange(0, BLOCK)
     mask = ids < vocab_size
     logits_at = logits_ptr + row.to(tl.int64) * row_stride + ids
@@ -68,10 +67,10 @@ def is_greedy(temperature_ptr, top_k_ptr, row):
 
 @triton.jit
 def depths_of(values, best, temperature_ptr, top_k_ptr, row):
-    """best - values, divided by the temperature; of a greedy row only 0 or infinity."""
+    """(best - values) / temperature; for greedy rows 0 or infinity."""
     greedy = is_greedy(temperature_ptr, top_k_ptr, row)
     factor = 1.0 / tl.where(greedy, 1.0, tl.load(temperature_ptr + row))
-    # An unusable row has best +-inf: its depths are not used, but are numbers.
+    # An unusable row has best +-inf; its depths are not used, but must be finite.
     best = tl.where((best == float("inf")) | (best == float("-inf")), 0.0, best)
     depths = tl.maximum((best - values) * factor, 0.0)
     return tl.where(depths > 0.0, depths + tl.where(greedy, float("inf"), 0.0), depths)
@@ -142,7 +141,7 @@ def depths_kernel(
 @triton.jit
 def chosen_depth(masses_ptr, counts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row, num_blocks,
                  limit, BLOCKS: tl.constexpr):  # fmt: skip
-    """(index of the depth that must hold the answer, the depth, weight of all that may be drawn)"""
+    """(index of the depth that contains all candidates, the depth, total weight)"""
     block = tl.arange(0, BLOCKS)
     is_block = block < num_blocks
     last_at = (row * 5 + 4) * num_blocks + block
@@ -155,7 +154,7 @@ def chosen_depth(masses_ptr, counts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, 
         at = (row * 5 + index) * num_blocks + block
         count = tl.sum(tl.load(counts_ptr + at, mask=is_block, other=0), 0)
         mass = tl.sum(tl.load(masses_ptr + at, mask=is_block, other=0.0), 0)
-        # Rounding must not leave out the edge: a little more than enough is asked for.
+        # The margin keeps tokens at the threshold despite rounding.
         has_nucleus = (top_p < 1.0) & (mass >= top_p * total * 1.00001)
         holds = tl.where(top_k > 0, count >= top_k, has_nucleus)
         here = tl.where(index == 3, 16.0, tl.where(index == 2, 8.0, 4.0))
@@ -210,8 +209,8 @@ def gather_kernel(
 
 @triton.jit
 def load_block(depths_ptr, count, first, BLOCK: tl.constexpr):
-    """(keys, weights) of BLOCK candidates from ``first`` on; beyond the last, no key is higher and
-    no weight is lower."""
+    """(keys, weights) of BLOCK candidates from ``first`` on; padding has the highest key and weight
+    0."""
     at = first + tl.arange(0, BLOCK)
     depths = tl.load(depths_ptr + at, mask=at < count, other=float("inf"))
     keys = tl.where(at < count, depths.to(tl.int32, bitcast=True), 0x7FFFFFFF)
@@ -220,8 +219,8 @@ def load_block(depths_ptr, count, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def weight_below(keys, weights, depths_ptr, count, key, BLOCK: tl.constexpr):
-    """Sum of the weights whose key is below ``key``. ``keys`` and ``weights`` are the first block,
-    which is mostly all there is and stays in registers."""
+    """Sum of the weights with keys below ``key``. ``keys`` and ``weights`` are the first block,
+    which is usually the only one and stays in registers."""
     total = tl.sum(tl.where(keys < key, weights, 0.0), 0)
     for first in range(BLOCK, count, BLOCK):
         more_keys, more = load_block(depths_ptr, count, first, BLOCK)
@@ -231,7 +230,7 @@ def weight_below(keys, weights, depths_ptr, count, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_below(keys, depths_ptr, count, key, BLOCK: tl.constexpr):
-    """How many keys are below ``key``."""
+    """Number of keys below ``key``."""
     total = tl.sum((keys < key).to(tl.int32), 0)
     for first in range(BLOCK, count, BLOCK):
         more_keys, _ = load_block(depths_ptr, count, first, BLOCK)
@@ -246,8 +245,8 @@ def weight_of(key):
 
 @triton.jit
 def cut_falling(depths_ptr, count, all_weight, top_k, top_p, BLOCK: tl.constexpr):
-    """What top-k, then top-p of what it left, keep: (edge, num_edge), all keys below ``edge`` and
-    the first ``num_edge`` tokens with that key, in order of ids."""
+    """Threshold of top-k followed by top-p as (edge, num_edge): kept are all keys below ``edge``
+    and the first ``num_edge`` tokens with that key, in order of ids."""
     keys, weights = load_block(depths_ptr, count, 0, BLOCK)
     edge = tl.full((), 0x7F800000, tl.int32)
     num_edge = tl.full((), 0, tl.int32)
@@ -271,7 +270,7 @@ def cut_falling(depths_ptr, count, all_weight, top_k, top_p, BLOCK: tl.constexpr
             below = weight_below(keys, weights, depths_ptr, count, candidate, BLOCK)
             below = tl.where(candidate > edge, kept_weight, below)
             nucleus = tl.where(below < needed, candidate, nucleus)
-        # Beyond the edge only by rounding, or with top_p at 1 but for rounding: then all is kept.
+        # Beyond the edge only by rounding, or with top_p within rounding of 1: then all are kept.
         if nucleus < edge:
             edge = nucleus
             num_edge = tl.full((), 0x7FFFFFFF, tl.int32)
@@ -284,8 +283,8 @@ def cut_falling(depths_ptr, count, all_weight, top_k, top_p, BLOCK: tl.constexpr
 
 @triton.jit
 def kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p, BLOCK: tl.constexpr):
-    """(weights of BLOCK candidates from ``first`` on, 0 where they are cut; how many with the
-    edge's key there were up to their end). ``num_equal`` is how many there were before."""
+    """(weights of BLOCK candidates from ``first`` on, 0 if removed; number of candidates with the
+    edge's key up to their end, of which ``num_equal`` come before ``first``)."""
     keys, weights = load_block(depths_ptr, count, first, BLOCK)
     equal = (keys == edge).to(tl.int32)
     kept = (keys < edge) | ((equal > 0) & (num_equal + tl.cumsum(equal, 0) <= num_edge))
@@ -295,8 +294,8 @@ def kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p, BLOCK
 
 @triton.jit
 def draw_in_order(depths_ptr, count, edge, num_edge, min_p, fraction, BLOCK: tl.constexpr):
-    """Draws among what is kept and has a weight of at least min_p, in the order of ids, as the
-    engine's sampler does; the place of the token."""
+    """Index of the candidate sampled from those that are kept and have a weight of at least min_p,
+    in the order of ids, as in the CPU sampler."""
     total = 0.0
     num_equal = 0
     for first in range(0, count, BLOCK):
@@ -313,8 +312,8 @@ def draw_in_order(depths_ptr, count, edge, num_edge, min_p, fraction, BLOCK: tl.
         weights, num_equal = kept_block(depths_ptr, count, first, num_equal, edge, num_edge, min_p,
                                         BLOCK)  # fmt: skip
         sums = before + tl.cumsum(weights, 0)
-        # The first that is kept: a parallel sum need not grow in every place, and must never lead
-        # to one that is cut.
+        # Only kept candidates: a parallel prefix sum need not be monotonic, and must never select
+        # one that was removed.
         passed = tl.where((weights > 0.0) & (sums > point), at, 0x7FFFFFFF)
         place = tl.minimum(place, tl.min(passed, 0))
         last = tl.maximum(last, tl.max(tl.where(weights > 0.0, at, 0), 0))
@@ -360,7 +359,7 @@ def draw_kernel(
     top_k = tl.where(top_k < vocab_size, top_k, 0)
     min_p = tl.load(min_p_ptr + row)
 
-    # 53 bits of Philox-4x32-10, counter (position, 0, 0), key the seed: llm_core's sampler.uniform
+    # kernels.philox.uniform: counter (position, 0, 0), key the seed
     position = tl.load(positions_ptr + row).to(tl.uint64)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = (position >> 32).to(tl.uint32)
@@ -369,7 +368,7 @@ def draw_kernel(
     fraction = (a >> 5).to(tl.float64) * 67108864.0 + (b >> 6).to(tl.float64)
     fraction = fraction / 9007199254740992.0
 
-    place = tl.full((), 0, tl.int32)  # a greedy row: the first of the best
+    place = tl.full((), 0, tl.int32)  # greedy: the first of the best
     if index > 0:
         edge = tl.full((), 0x7F800000, tl.int32)
         num_edge = tl.full((), 0, tl.int32)
@@ -398,7 +397,7 @@ def sample(
         return tokens
     num_blocks = cdiv(vocab_size, _BLOCK)
     blocks = power_of_2(num_blocks)
-    limit = math.log(vocab_size) + NEAR_DEPTH
+    limit = math.log(vocab_size) + TAIL_DEPTH
     best = torch.empty(num_rows, num_blocks, device=device)
     masses = torch.empty(num_rows, _NUM_DEPTHS, num_blocks, device=device)
     counts = torch.empty_like(masses, dtype=torch.int32)
@@ -434,5 +433,5 @@ def sample(
 
 
 def sample_cost(logits: torch.Tensor) -> Cost:
-    """Logits are read three times (their best, their counts, the candidates)."""
+    """Reads the logits three times (best, counts, candidates)."""
     return Cost(3 * logits.numel() * logits.element_size(), 4 * logits.numel())

@@ -1,4 +1,4 @@
-"""The plain form of ``GpuOps.sample``: one row at a time, sorted in full, in float64."""
+"""Reference for ``GpuOps.sample``: one row at a time, fully sorted, in float64."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import math
 
 import torch
 
-from kernels.gpu.sampling.inputs import SamplingInputs
+from kernels.gpu.sampling.inputs import TAIL_DEPTH, SamplingInputs
+from kernels.philox import uniform
 
-# Smaller temperatures leave nothing to chance in float32.
+# Lower temperatures are greedy in float32.
 GREEDY_BELOW = 1e-5
-# All tokens deeper below the best than ln(vocabulary) plus this have, together, a share below 2^-20
-# and are never drawn.
-NEAR_DEPTH = 14.0
-
-_WORD = 0xFFFF_FFFF
 
 
 def sample(
@@ -48,9 +44,9 @@ def sample_one(
     top_k: int,
     top_p: float,
     min_p: float,
-    fraction: float,
+    u: float,
 ) -> int:
-    """The token of float32 row [vocab], drawn with ``fraction`` in [0, 1)."""
+    """The token sampled from float32 row [vocab] with the random number ``u`` in [0, 1)."""
     if bool(row.isnan().any()):
         return -1
     if allowed is not None:
@@ -62,7 +58,7 @@ def sample_one(
     if temperature < GREEDY_BELOW or top_k == 1:
         return int((row == best).nonzero()[0])
     depths = (best - row) * torch.tensor(1.0 / temperature)  # in float32, as kernels have them
-    ids = torch.nonzero(depths <= math.log(len(row)) + NEAR_DEPTH).flatten()
+    ids = torch.nonzero(depths <= math.log(len(row)) + TAIL_DEPTH).flatten()
     if 0 < top_k < len(row) or top_p < 1.0:
         ids = ids[torch.sort(depths[ids], stable=True).indices]
     if 0 < top_k < len(row):
@@ -77,21 +73,5 @@ def sample_one(
         ids, weights = ids[is_strong], weights[is_strong]
     ids, order = ids.sort()
     sums = weights[order].cumsum(0)
-    at = min(int((sums <= fraction * sums[-1]).sum()), len(ids) - 1)
+    at = min(int((sums <= u * sums[-1]).sum()), len(ids) - 1)
     return int(ids[at])
-
-
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1) with 53 random bits, of an unsigned 64-bit ``seed`` and a ``position``."""
-    words = _philox(position & _WORD, position >> 32, seed & _WORD, seed >> 32)
-    return ((words[0] >> 5) * 67108864.0 + (words[1] >> 6)) / 9007199254740992.0
-
-
-def _philox(c0: int, c1: int, k0: int, k1: int) -> tuple[int, int]:
-    """Two words of Philox-4x32-10 (Salmon et al. 2011) for the counter (c0, c1, 0, 0)."""
-    c2 = c3 = 0
-    for _ in range(10):
-        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = high >> 32 ^ c1 ^ k0, high & _WORD, low >> 32 ^ c3 ^ k1, low & _WORD
-        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
-    return c0, c1

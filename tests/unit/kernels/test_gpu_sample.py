@@ -10,7 +10,8 @@ import torch
 
 from kernels.gpu import SamplingInputs, load_ops
 from kernels.gpu.sampling.kernels import sample_cost
-from kernels.gpu.sampling.oracle import sample_one, uniform
+from kernels.gpu.sampling.oracle import sample_one
+from kernels.philox import uniform
 from llm_core.messages import SamplingParams
 from llm_core.sampling import sampler
 from tests.support.gpu_guard import NUM_CASES_FACTOR, Guards, fresh_rng, guarded
