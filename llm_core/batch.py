@@ -1,14 +1,14 @@
-"""The typed hand-off from the scheduler to the model: what one step computes, and what comes back.
+"""Input and output of one forward pass, handed from the scheduler to the model.
 
-Rows of a batch are tokens. Each segment is a run of rows of one sequence, whose keys and values lie
+Rows of a batch are tokens. Each segment is a run of rows of one sequence, whose keys and values are
 in blocks of the KV pool::
 
     rows       | seg 0 rows ...  | seg 1 rows | ...        sum of lengths = T
     sequence   [0, start) already in KV | [start, start + length) computed by this step
-    position p lies at block_ids[p // block_size] * block_size + p % block_size of the pool
+    position p is in slot block_ids[p // block_size] * block_size + p % block_size of the pool
 
-The rows of a segment follow one another, or they are a tree (a verification step of speculative
-decoding): guesses at what follows, several of which may stand for the same place in the text.
+The rows of a segment are consecutive tokens or, in a verification step of speculative decoding, a
+draft tree: several rows may be alternatives for the same position of the text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 
 from kernels.gpu.sampling.inputs import SamplingInputs
 
-MAXIMUM_LEN = 64  # logits of which the largest is noted, see ``ForwardResult``
+MAXIMA_BLOCK = 64  # logits that share one of ``ForwardResult.block_maxima``
 
 
 def tree_depths(parents: Sequence[int]) -> list[int]:
-    """How far each row lies behind the first place of its segment: 0 where the parent is -1."""
+    """Depth of each row in its tree; 0 for rows whose parent is -1."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -36,18 +36,16 @@ def tree_depths(parents: Sequence[int]) -> list[int]:
 class Segment:
     """Rows of a batch that belong to one sequence: positions ``[start, start + length)`` of it.
 
-    ``block_ids`` hold at least the positions up to the last of these. Several segments may share
-    blocks that they only read; a block that is written belongs to one segment.
+    ``block_ids`` hold at least the positions up to ``end``. Segments may share blocks that they
+    only read; a block that is written belongs to one segment.
 
-    ``parents`` None: a chain, each row follows the one before. Else a tree: row r follows row
-    ``parents[r]`` < r of the same segment or, with -1, what lies before ``start``. Row r is kept at
-    position start + r whatever it follows; its place in the text, and so its RoPE position, is
-    start + depth(r); it sees all positions before ``start``, the rows it descends from, and
-    itself.
+    ``parents`` None: a chain, in which each row follows the previous one. Otherwise a tree: row r
+    follows row ``parents[r]`` < r of the same segment or, with -1, the position before ``start``.
+    Row r is stored at position start + r; its position in the text, and its RoPE position, is
+    start + depth(r); it sees all positions before ``start``, its ancestors and itself.
 
-    ``skipped``: so many positions of the text lie in none of ``block_ids`` and are not seen (see
-    ``attention_window``). They are not counted by ``start``, but the place in the text of a row is
-    so much further on.
+    ``skipped``: number of evicted positions (see ``attention_window``), which are neither in
+    ``block_ids`` nor counted by ``start``, but shift the RoPE positions of the rows.
     """
 
     block_ids: tuple[int, ...]
@@ -58,23 +56,23 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """One past the last position; the blocks hold this many positions afterwards."""
+        """One past the last position; the number of positions in the blocks after the step."""
         return self.start + self.length
 
     @property
     def is_tree(self) -> bool:
-        """Some row does not follow the row before it."""
+        """Does some row not follow the previous one?"""
         return self.parents is not None and self.parents != tuple(range(-1, self.length - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChoices:
-    """How the tokens of a step are chosen where it is computed, so that no logits have to leave it.
+    """Sampling on the device, so that no logits have to be copied to the host.
 
-    ``inputs`` has one entry a row of logits (CPU). ``keeps`` are the rows of logits, ascending,
-    whose tokens the host chooses: their logits are given out, and what is chosen for them means
-    nothing. ``sources`` int32 [T]: where not negative, a row's token is the one that the step
-    before this one chose for that row of its logits, which the host need not know yet.
+    ``inputs`` (CPU) has one entry per row of logits. ``keeps``: ascending rows of logits that are
+    returned for sampling on the host; the tokens sampled for them on the device are meaningless.
+    ``sources`` int32 [T]: if not negative, a row's token is the one that the previous step sampled
+    for this row of its logits, which the host need not know yet.
     """
 
     inputs: SamplingInputs
@@ -86,11 +84,10 @@ class TokenChoices:
 class ForwardBatch:
     """One step's input.
 
-    ``token_ids`` is int64 [T], the segments' tokens one after another; ``segments`` are in row
-    order; ``logit_rows`` is int64 [R], the rows whose logits are wanted (may be empty, as for a
-    prefill chunk that is not the last). ``wants_features``: the hidden states of all rows are
-    wanted too, of the layers that were set by ``Model.set_feature_layers``. ``choices``: only for a
-    ``TokenChooser``, which then gives tokens.
+    ``token_ids`` int64 [T] of all segments, in order; ``logit_rows`` int64 [R], the rows whose
+    logits are wanted (possibly none, as for a prefill chunk that is not the last).
+    ``wants_features``: also return the hidden states of all rows, of the layers set by
+    ``Model.set_feature_layers``. ``choices``: sample on the device, only for a ``DeviceSampler``.
     """
 
     token_ids: torch.Tensor
@@ -101,24 +98,24 @@ class ForwardBatch:
 
 
 class Launched(Protocol):
-    """A step that was handed to the device."""
+    """A step that was launched on the device."""
 
     def result(self) -> ForwardResult:
-        """Waits for what it gives."""
+        """Waits for the step and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """One step's output: ``logits`` float32 [R, vocab_size] of the batch's ``logit_rows``, and
-    ``features`` float32 [T, K * hidden_size], the K feature layers side by side, if wanted.
+    """One step's output: ``logits`` float32 [R, vocab_size] of the batch's ``logit_rows`` and, if
+    wanted, ``features`` float32 [T, K * hidden_size], the K feature layers concatenated.
 
-    Where tokens were chosen, ``tokens`` int64 [R] are these, -1 where the logits were unusable, and
-    ``logits`` are only those of ``choices.keeps``.
-    ``maxima`` float32 [R, vocab_size / ``MAXIMUM_LEN``, rounded up], where a model notes
-    them: the largest of each MAXIMUM_LEN logits, NaN where one of these is NaN.
+    If tokens were sampled on the device, ``tokens`` int64 [R] holds them, -1 where the logits were
+    unusable, and ``logits`` has only the rows of ``choices.keeps``. ``block_maxima`` float32 [R,
+    ceil(vocab_size / MAXIMA_BLOCK)], from models that compute them: the maximum of each
+    MAXIMA_BLOCK logits, NaN if one of them is NaN.
     """
 
     logits: torch.Tensor
     features: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
-    maxima: torch.Tensor | None = None
+    block_maxima: torch.Tensor | None = None

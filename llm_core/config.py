@@ -1,7 +1,7 @@
-"""The shape of a decoder-only model, as plain numbers.
+"""Architecture parameters of a decoder-only model.
 
-One decoder serves all families; what differs between them becomes a field here. Nothing in this
-file knows of files or tensors. The defaults are those of a plain Llama.
+One decoder implementation serves all model families; every difference between families is a field
+here. Independent of files and tensors. The defaults are those of Llama.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from typing import Literal, get_args
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
 Activation = Literal["silu", "gelu_tanh"]
 KvDtype = Literal["float32", "bfloat16", "int8", "fp8"]  # of keys and values
-
-
-# The kinds of draft heads that can be trained and loaded.
 HeadKind = Literal["eagle3", "eagle1", "medusa"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRope:
-    """Position interpolation (Chen et al. 2023): every frequency divided by ``factor``."""
+    """Position interpolation (Chen et al. 2023): divides every frequency by ``factor``."""
 
     factor: float
 
@@ -31,7 +28,7 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """Llama 3.1's: long waves are divided by ``factor``, short ones kept, those between blended."""
+    """Llama 3.1: divides low frequencies by ``factor``, keeps high ones, blends those between."""
 
     factor: float
     low_freq_factor: float
@@ -51,7 +48,7 @@ class Llama3Rope:
 class YarnRope:
     """YaRN (Peng et al. 2023). ``attention_factor`` multiplies the rotated queries and keys.
 
-    ``truncate``: the ends of the ramp are rounded outwards to whole dimensions.
+    ``truncate``: round the ends of the ramp outwards to whole dimensions.
     """
 
     factor: float
@@ -71,7 +68,7 @@ class YarnRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, one set for contexts up to
+    """LongRoPE (Ding et al. 2024): a divisor per frequency, one set for contexts up to
     ``original_context_len`` and one for longer ones. ``attention_factor`` as in YaRN."""
 
     short_factors: tuple[float, ...]
@@ -85,7 +82,7 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrequencyFactors:
-    """Each frequency divided by its own stored factor (GGUF files carry Llama 3's scaling so)."""
+    """A stored divisor per frequency (the form of Llama 3's scaling in GGUF files)."""
 
     factors: tuple[float, ...]
 
@@ -98,16 +95,15 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope | FrequencyFactors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder must know besides the weights. Raises ValueError when impossible.
+    """Hyperparameters of a decoder. Raises ValueError for inconsistent values.
 
     ``attention_bias``: query, key and value have a bias. ``qk_norm``: RMS norm over head_dim of
-    each query and key head, before RoPE. ``post_norms``: the outputs of attention and feed-forward
-    are normed before they are added (Gemma). ``attention_scale`` None is head_dim ** -0.5.
-    Soft caps: x -> cap * tanh(x / cap), on attention scores and on logits. ``sliding_window``: a
-    row of a layer marked in ``layer_is_sliding`` (one entry a layer, or () for none) sees itself
-    and the sliding_window - 1 positions before.
-    ``rotary_dim``: how many values of a head turn (None: all); ``local_rope_theta``: theta of
-    sliding layers, which then have no scaling (Gemma 3).
+    each query and key head, before RoPE. ``post_norms``: RMS norm of the outputs of attention and
+    feed-forward before the residual addition (Gemma). ``attention_scale`` None: head_dim ** -0.5.
+    Soft caps: x -> cap * tanh(x / cap), on attention scores and on logits. ``sliding_window``: in
+    layers marked in ``layer_is_sliding`` (one entry per layer, or ()) a position sees itself and
+    the sliding_window - 1 previous ones. ``rotary_dim``: rotated dimensions of a head (None: all);
+    ``local_rope_theta``: theta of sliding layers, which then have no scaling (Gemma 3).
     """
 
     family: Family = "llama"
@@ -171,16 +167,16 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What query-key products are multiplied by."""
+        """Factor of the attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def num_rotated(self) -> int:
-        """Values of a head that RoPE turns."""
+        """Number of dimensions of a head that RoPE rotates."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding window of a layer, None where it sees everything before."""
+        """The sliding window of a layer; None for full attention."""
         is_sliding = bool(self.layer_is_sliding) and self.layer_is_sliding[layer]
         return self.sliding_window if is_sliding else None
 
@@ -211,7 +207,7 @@ class ModelConfig:
 
 
 def _require_positive(config: object) -> None:
-    """Every number of a dataclass, alone or in a tuple, must be finite and above zero."""
+    """Raises ValueError unless all numbers of a dataclass and its tuples are positive."""
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         for number in value if isinstance(value, tuple) else (value,):

@@ -80,8 +80,8 @@ class TimedModel:
     """The interface of ModelRunner; says always the same and takes its time."""
 
     num_blocks, block_size, max_context = 16_384, 16, 8_192
-    chooses_tokens = False
-    drawer = None
+    samples_on_device = False
+    sampler_backend = None
 
     def __init__(self, fixed_ms: float, row_ms: float, vocab_size: int) -> None:
         self.now_ns = 0

@@ -23,6 +23,7 @@ from llm_core.config import ModelConfig
 from llm_core.engine.engine import Engine
 from llm_core.loading.weights import weight_shapes
 from llm_core.messages import ChatMessage, SamplingParams
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.native_decoder import NativeDecoder
 from llm_core.model.runner import ModelRunner
 from llm_core.quant.codes import GroupedCodes
@@ -138,12 +139,14 @@ def bench_wide(arguments: argparse.Namespace) -> dict[str, Any]:
     runner = ModelRunner(
         config,
         RandomWeights(config),
-        weight_format="auto",
-        model_backend="native",
-        num_threads=arguments.threads,
-        num_blocks=(max(batches) + 2) * CONTEXT_LEN // 16,
-        max_context=CONTEXT_LEN,
-        kv_dtype="bfloat16",
+        RunnerOptions(
+            weight_format="auto",
+            backend="native",
+            num_threads=arguments.threads,
+            num_blocks=(max(batches) + 2) * CONTEXT_LEN // 16,
+            max_context=CONTEXT_LEN,
+            kv_dtype="bfloat16",
+        ),
         name=f"random {arguments.wide}",
     )
     head = _random_head(config, runner)

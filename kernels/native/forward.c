@@ -1,6 +1,6 @@
-/* A whole step: the list of phases and what each task of a phase does.
+/* One forward pass of the decoder: the list of its phases, and the tasks of each phase.
  *
- * Buffers belong to a session and grow with the largest step.
+ * Buffers belong to a session and grow to the size of the largest step.
  */
 #include "parley.h"
 
@@ -9,20 +9,29 @@ typedef enum {
     NORM_ATTENTION, QUERY_KEY_VALUE, ROTATE, ATTEND,
     GATHER,
     QUANTIZE_ATTENDED, ATTENTION_OUTPUT, ADD_ATTENTION,
-    NORM_FFN, GATE_UP, QUANTIZE_INNER, DOWN, ADD_FFN, TAP,
+    NORM_FFN, GATE_UP, QUANTIZE_INNER, DOWN, ADD_FFN, COPY_FEATURES,
     NORM_FINAL, HEAD,
     NUM_KINDS
 } phase_kind;
 
-enum { MAX_PHASES_A_LAYER = 13 };
+static const char *const PHASE_NAMES[NUM_KINDS] = {
+    [EMBED] = "embed", [NORM_ATTENTION] = "attention norm", [QUERY_KEY_VALUE] = "query/key/value",
+    [ROTATE] = "rotate + store", [ATTEND] = "attention", [GATHER] = "gather",
+    [QUANTIZE_ATTENDED] = "attention quantise", [ATTENTION_OUTPUT] = "attention output",
+    [ADD_ATTENTION] = "attention post norm", [NORM_FFN] = "ffn norm", [GATE_UP] = "gate/up",
+    [QUANTIZE_INNER] = "inner quantise", [DOWN] = "down", [ADD_FFN] = "ffn post norm",
+    [COPY_FEATURES] = "copy features", [NORM_FINAL] = "final norm", [HEAD] = "head"};
+
+enum { MAX_PHASES_PER_LAYER = 13 };
 
 typedef struct {
     phase_kind kind;
-    int32_t layer, num_rows, tiles_a_task;
+    int32_t layer, num_rows, tiles_per_task;
 } phase;
 
-typedef struct { /* an attention task's rows, for one key/value head */
-    int32_t segment, first_row, num_rows, offset; /* first_row: in the batch; offset: in the segment */
+typedef struct { /* rows of an attention task, for one KV head */
+    int32_t segment, num_rows;
+    int32_t first_row, offset; /* of the first row in the batch, and in its segment */
 } query_block;
 
 typedef struct {
@@ -30,16 +39,16 @@ typedef struct {
     const pn_model *model;
     const pn_cache *cache;
     const pn_batch *batch;
-    int32_t capacity, block_capacity; /* rows; query blocks */
-    int64_t first_phase;              /* phases of earlier steps */
-    int32_t num_blocks, most_inputs;
+    int32_t capacity, block_capacity; /* of rows; of query blocks */
+    int64_t first_phase;              /* phases run by earlier steps */
+    int32_t num_blocks, max_inputs;
     int64_t qkv_stride, attended_stride, inner_stride;
-    float *hidden, *qkv, *attended, *inner, *block_out, *picked_hidden, *picked_attended;
+    float *hidden, *qkv, *attended, *inner, *block_out, *output_hidden, *output_attended;
     pn_activations shared;
-    int64_t *places; /* of each row, in the pool */
-    int32_t *depths; /* of each row: its position is its segment's start + this */
-    int32_t *positions;
-    int32_t keeps_all_rows; /* features of the last layer are wanted: it runs for every row */
+    int64_t *slots; /* position of each row in the KV pool */
+    int32_t *depths; /* position of each row relative to its segment's start */
+    int32_t *positions; /* RoPE position of each row */
+    int32_t keeps_all_rows; /* the last layer runs for all rows, as its features are wanted */
     query_block *blocks;
     phase *phases;
     int32_t *num_tasks;
@@ -52,14 +61,14 @@ typedef struct {
 /* ---- sessions ---------------------------------------------------------------------------- */
 
 static void release_rows(pn_session *s) {
-    void *all[] = {s->hidden, s->qkv, s->attended, s->inner, s->block_out, s->picked_hidden,
-                   s->picked_attended, s->shared.codes, s->shared.meta, s->places,
+    void *all[] = {s->hidden, s->qkv, s->attended, s->inner, s->block_out, s->output_hidden,
+                   s->output_attended, s->shared.codes, s->shared.meta, s->slots,
                    s->depths, s->positions};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     s->hidden = s->qkv = s->attended = s->inner = s->block_out = NULL;
-    s->picked_hidden = s->picked_attended = s->shared.meta = NULL;
+    s->output_hidden = s->output_attended = s->shared.meta = NULL;
     s->shared.codes = NULL;
-    s->places = NULL;
+    s->slots = NULL;
     s->depths = s->positions = NULL;
     s->capacity = 0;
 }
@@ -68,22 +77,22 @@ static int reserve_rows(pn_session *s, int num_rows) {
     if (num_rows <= s->capacity) return 1;
     release_rows(s);
     int64_t rows = round_up(num_rows, PN_ROW_BLOCK);
-    int64_t hidden = s->model->hidden_size, groups = s->most_inputs / PN_GROUP;
+    int64_t hidden = s->model->hidden_size, groups = s->max_inputs / PN_GROUP;
     struct { float **to; int64_t width; } all[] = {
-        {&s->hidden, hidden}, {&s->picked_hidden, hidden}, {&s->block_out, hidden},
+        {&s->hidden, hidden}, {&s->output_hidden, hidden}, {&s->block_out, hidden},
         {&s->qkv, s->qkv_stride}, {&s->attended, s->attended_stride},
-        {&s->picked_attended, s->attended_stride}, {&s->inner, s->inner_stride}};
+        {&s->output_attended, s->attended_stride}, {&s->inner, s->inner_stride}};
     int is_complete = 1;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        *all[i].to = take(rows * all[i].width * 4);
+        *all[i].to = allocate(rows * all[i].width * 4);
         is_complete &= *all[i].to != NULL;
     }
-    s->places = take(rows * 8);
-    s->depths = take(rows * 4);
-    s->positions = take(rows * 4);
-    s->shared.codes = take(pn_code_bytes((int)rows, (int)groups));
-    s->shared.meta = take(pn_meta_floats((int)rows, (int)groups) * 4);
-    if (!is_complete || !s->places || !s->depths || !s->positions || !s->shared.codes ||
+    s->slots = allocate(rows * 8);
+    s->depths = allocate(rows * 4);
+    s->positions = allocate(rows * 4);
+    s->shared.codes = allocate(pn_code_bytes((int)rows, (int)groups));
+    s->shared.meta = allocate(pn_meta_floats((int)rows, (int)groups) * 4);
+    if (!is_complete || !s->slots || !s->depths || !s->positions || !s->shared.codes ||
         !s->shared.meta) {
         release_rows(s);
         return 0;
@@ -95,7 +104,7 @@ static int reserve_rows(pn_session *s, int num_rows) {
 static int reserve_blocks(pn_session *s, int num_blocks) {
     if (num_blocks <= s->block_capacity) return 1;
     free(s->blocks);
-    s->blocks = take(2LL * num_blocks * (int64_t)sizeof *s->blocks);
+    s->blocks = allocate(2LL * num_blocks * (int64_t)sizeof *s->blocks);
     s->block_capacity = s->blocks ? 2 * num_blocks : 0;
     return s->blocks != NULL;
 }
@@ -111,7 +120,7 @@ PN_EXPORT void pn_session_destroy(pn_session *s) {
     free(s);
 }
 
-/* `pool` and `model` must outlive the session. NULL without memory. */
+/* `pool` and `model` must outlive the session. NULL if out of memory. */
 PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
     pn_session *s = calloc(1, sizeof *s);
     if (!s) return NULL;
@@ -122,13 +131,13 @@ PN_EXPORT pn_session *pn_session_create(pn_pool *pool, const pn_model *model) {
     s->qkv_stride = round_up(query_size + 2 * kv_size, PN_TILE);
     s->attended_stride = query_size;
     s->inner_stride = round_up(model->inner_size, PN_TILE);
-    s->most_inputs = round_up(
-        largest_of(model->hidden_size, largest_of(query_size, model->inner_size)), PN_GROUP);
-    int most_phases = model->num_layers * MAX_PHASES_A_LAYER + 8;
-    s->phases = calloc((size_t)most_phases, sizeof *s->phases);
-    s->num_tasks = calloc((size_t)most_phases, sizeof *s->num_tasks);
-    s->phase_ns = calloc((size_t)most_phases, sizeof *s->phase_ns);
-    s->threads = pn_threads_create(pn_pool_threads(pool), s->most_inputs, model->head_dim);
+    s->max_inputs = round_up(
+        max_int(model->hidden_size, max_int(query_size, model->inner_size)), PN_GROUP);
+    int max_phases = model->num_layers * MAX_PHASES_PER_LAYER + 8;
+    s->phases = calloc((size_t)max_phases, sizeof *s->phases);
+    s->num_tasks = calloc((size_t)max_phases, sizeof *s->num_tasks);
+    s->phase_ns = calloc((size_t)max_phases, sizeof *s->phase_ns);
+    s->threads = pn_threads_create(pn_pool_threads(pool), s->max_inputs, model->head_dim);
     if (!s->phases || !s->num_tasks || !s->phase_ns || !s->threads) {
         pn_session_destroy(s);
         return NULL;
@@ -146,17 +155,17 @@ static void rotate(pn_session *s, const pn_layer *layer, int layer_index, int ro
     pn_rotate_row(query, m->num_heads, m->head_dim, rotation, layer->query_norm, m->rms_eps,
                   m->score_scale);
     pn_rotate_row(key, m->num_kv_heads, m->head_dim, rotation, layer->key_norm, m->rms_eps, 1.0f);
-    pn_store_kv(s->cache, layer_index, m->num_kv_heads, m->head_dim, s->places[row], key);
+    pn_store_kv(s->cache, layer_index, m->num_kv_heads, m->head_dim, s->slots[row], key);
 }
 
 static void attend(pn_session *s, const pn_layer *layer, int layer_index, int task, int thread) {
     const pn_model *m = s->model;
     const query_block *block = &s->blocks[task / m->num_kv_heads];
     int kv_head = task % m->num_kv_heads, group = m->num_heads / m->num_kv_heads;
-    const int32_t *segment = s->batch->segments + PN_SEGMENT_FIELDS * block->segment;
+    const pn_segment *segment = &s->batch->segments[block->segment];
     pn_attention call = {
         .cache = s->cache,
-        .block_ids = s->batch->block_ids + segment[2],
+        .block_ids = s->batch->block_ids + segment->first_block,
         .layer = layer_index, .kv_head = kv_head, .num_kv_heads = m->num_kv_heads,
         .num_heads = m->num_heads, .head_dim = m->head_dim, .window = layer->window,
         .softcap = m->attention_softcap,
@@ -166,10 +175,10 @@ static void attend(pn_session *s, const pn_layer *layer, int layer_index, int ta
         .query = s->qkv + block->first_row * s->qkv_stride + head,
         .out = s->attended + block->first_row * s->attended_stride + head,
         .query_stride = s->qkv_stride, .out_stride = s->attended_stride,
-        .position = segment[0], .num_rows = block->num_rows,
+        .position = segment->start, .num_rows = block->num_rows,
     };
     float *scratch = s->threads[thread].attention;
-    if (segment[3]) {
+    if (segment->is_tree) {
         rows.depths = s->depths + block->first_row;
         const int32_t *parents = s->batch->parents + block->first_row - block->offset;
         pn_attend_tree(&call, &rows, parents, block->offset, scratch);
@@ -179,40 +188,41 @@ static void attend(pn_session *s, const pn_layer *layer, int layer_index, int ta
     }
 }
 
-/* Rows beyond the last attention that nobody asks for are dropped; beyond the last layer, where
- * its features are wanted. */
+/* Copies the rows whose logits are wanted, after the last attention; or after the last layer if
+ * that runs for all rows. */
 static void gather_rows(pn_session *s) {
     const pn_batch *batch = s->batch;
     int64_t hidden = s->model->hidden_size;
     for (int i = 0; i < batch->num_logits; i++) {
         int64_t row = batch->logit_rows[i];
-        memcpy(s->picked_hidden + i * hidden, s->hidden + row * hidden, sizeof(float) * hidden);
+        memcpy(s->output_hidden + i * hidden, s->hidden + row * hidden, sizeof(float) * hidden);
         if (s->keeps_all_rows) continue;
-        memcpy(s->picked_attended + i * s->attended_stride, s->attended + row * s->attended_stride,
+        memcpy(s->output_attended + i * s->attended_stride, s->attended + row * s->attended_stride,
                sizeof(float) * s->attended_stride);
     }
 }
 
-/* The residual stream of one row after `layer`, and what the final norm makes of it, where asked. */
-static void tap(const pn_session *s, int layer, int row) {
+/* Copies one row's residual stream after `layer`, and its final norm, into the features. */
+static void copy_features(const pn_session *s, int layer, int row) {
     const pn_model *m = s->model;
     const pn_batch *batch = s->batch;
     const float *from = s->hidden + (int64_t)row * m->hidden_size;
-    float *to = batch->features + (int64_t)row * batch->num_taps * m->hidden_size;
-    for (int i = 0; i < batch->num_taps; i++, to += m->hidden_size) {
-        if (batch->taps[i] == layer) {
+    float *to = batch->features + (int64_t)row * batch->num_aux_layers * m->hidden_size;
+    for (int i = 0; i < batch->num_aux_layers; i++, to += m->hidden_size) {
+        if (batch->aux_layers[i] == layer) {
             memcpy(to, from, sizeof(float) * m->hidden_size);
-        } else if (batch->taps[i] == m->num_layers && layer == m->num_layers - 1) {
+        } else if (batch->aux_layers[i] == m->num_layers && layer == m->num_layers - 1) {
             pn_rms_norm(from, m->final_norm, m->hidden_size, m->rms_eps, to);
         }
     }
 }
 
-static int is_tapped(const pn_session *s, int layer) {
+static int is_aux_layer(const pn_session *s, int layer) {
     const pn_batch *batch = s->batch;
     int last = s->model->num_layers - 1;
-    for (int i = 0; i < batch->num_taps; i++)
-        if (batch->taps[i] == layer || (layer == last && batch->taps[i] > last)) return 1;
+    for (int i = 0; i < batch->num_aux_layers; i++)
+        if (batch->aux_layers[i] == layer || (layer == last && batch->aux_layers[i] > last))
+            return 1;
     return 0;
 }
 
@@ -223,15 +233,16 @@ static void add_normed(pn_session *s, const float *norm, int row, float *hidden)
     for (int i = 0; i < size; i++) to[i] += from[i];
 }
 
-static int is_picked(const pn_session *s, const phase *p) {
-    return p->layer == s->model->num_layers - 1 && p->kind > (s->keeps_all_rows ? TAP : GATHER);
+static int has_output_rows_only(const pn_session *s, const phase *p) {
+    phase_kind last_for_all_rows = s->keeps_all_rows ? COPY_FEATURES : GATHER;
+    return p->layer == s->model->num_layers - 1 && p->kind > last_for_all_rows;
 }
 
 static pn_input input_of(const pn_session *s, const phase *p) {
     const pn_model *m = s->model;
     const pn_layer *layer = &m->layers[p->layer];
-    const float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
-    const float *attended = is_picked(s, p) ? s->picked_attended : s->attended;
+    const float *hidden = has_output_rows_only(s, p) ? s->output_hidden : s->hidden;
+    const float *attended = has_output_rows_only(s, p) ? s->output_attended : s->attended;
     switch (p->kind) {
     case NORM_ATTENTION: case QUERY_KEY_VALUE:
         return (pn_input){hidden, layer->attention_norm, m->hidden_size, m->hidden_size};
@@ -259,7 +270,7 @@ static const pn_matrix *matrix_of(const pn_model *m, const phase *p) {
 
 static pn_epilogue epilogue_of(const pn_session *s, const phase *p) {
     const pn_model *m = s->model;
-    float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
+    float *hidden = has_output_rows_only(s, p) ? s->output_hidden : s->hidden;
     const pn_layer *layer = &m->layers[p->layer];
     pn_epilogue add = {hidden, m->hidden_size, PN_ADD, 0, 0};
     pn_epilogue keep = {s->block_out, m->hidden_size, PN_STORE, 0, 0};
@@ -281,11 +292,11 @@ static void multiply(pn_session *s, int number, int task, int thread) {
     pn_activations input = pn_prepare_input(&read, s->model->rms_eps, p->num_rows, s->shared,
                                             &s->threads[thread], s->first_phase + number);
     pn_epilogue epilogue = epilogue_of(s, p);
-    int first = task * p->tiles_a_task;
-    int end = smallest_of(first + p->tiles_a_task, matrix->num_tiles);
+    int first = task * p->tiles_per_task;
+    int end = min_int(first + p->tiles_per_task, matrix->num_tiles);
     pn_matmul_tiles(matrix, &input, p->num_rows, first, end, &epilogue);
-    if (p->kind == HEAD && s->batch->maxima)
-        pn_note_maxima(s->batch->logits, s->batch->maxima, s->model->vocab_size, first, end,
+    if (p->kind == HEAD && s->batch->block_maxima)
+        pn_block_maxima(s->batch->logits, s->batch->block_maxima, s->model->vocab_size, first, end,
                        p->num_rows);
 }
 
@@ -293,8 +304,8 @@ static void run_task(void *context, int number, int task, int thread) {
     pn_session *s = context;
     const phase *p = &s->phases[number];
     const pn_layer *layer = &s->model->layers[p->layer];
-    float *hidden = is_picked(s, p) ? s->picked_hidden : s->hidden;
-    int first = task * PN_ROW_BLOCK, end = smallest_of(first + PN_ROW_BLOCK, p->num_rows);
+    float *hidden = has_output_rows_only(s, p) ? s->output_hidden : s->hidden;
+    int first = task * PN_ROW_BLOCK, end = min_int(first + PN_ROW_BLOCK, p->num_rows);
     switch (p->kind) {
     case EMBED:
         for (int row = first; row < end; row++)
@@ -306,8 +317,8 @@ static void run_task(void *context, int number, int task, int thread) {
         break;
     case ATTEND: attend(s, layer, p->layer, task, thread); break;
     case GATHER: gather_rows(s); break;
-    case TAP:
-        for (int row = first; row < end; row++) tap(s, p->layer, row);
+    case COPY_FEATURES:
+        for (int row = first; row < end; row++) copy_features(s, p->layer, row);
         break;
     case ADD_ATTENTION:
         for (int row = first; row < end; row++)
@@ -334,10 +345,10 @@ static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int n
     switch (kind) {
     case QUERY_KEY_VALUE: case ATTENTION_OUTPUT: case GATE_UP: case DOWN: case HEAD: {
         int num_tiles = matrix_of(s->model, p)->num_tiles;
-        /* Pairs stay together, and so do logits of which the largest is noted. */
-        int together = kind == HEAD ? PN_MAXIMUM_LEN / PN_TILE : 2;
-        int tiles = pn_tiles_a_task(num_tiles, num_rows, pn_pool_threads(s->pool), together);
-        p->tiles_a_task = tiles;
+        /* Tile pairs stay together, and so do the logits of one block maximum. */
+        int together = kind == HEAD ? PN_MAXIMA_BLOCK / PN_TILE : 2;
+        int tiles = pn_tiles_per_task(num_tiles, num_rows, pn_pool_threads(s->pool), together);
+        p->tiles_per_task = tiles;
         s->num_tasks[count] = (num_tiles + tiles - 1) / tiles;
         break;
     }
@@ -350,21 +361,21 @@ static int add_phase(pn_session *s, int count, phase_kind kind, int layer, int n
 
 static int add_product(pn_session *s, int count, phase_kind prepare, phase_kind product, int layer,
                        int num_rows) {
-    if (num_rows > PN_OWN_COPY_ROWS) count = add_phase(s, count, prepare, layer, num_rows);
+    if (num_rows > PN_THREAD_LOCAL_ROWS) count = add_phase(s, count, prepare, layer, num_rows);
     return add_phase(s, count, product, layer, num_rows);
 }
 
 static int list_phases(pn_session *s) {
     const pn_model *m = s->model;
     int num_rows = s->batch->num_rows, count = add_phase(s, 0, EMBED, 0, num_rows);
-    s->keeps_all_rows = is_tapped(s, m->num_layers - 1);
+    s->keeps_all_rows = is_aux_layer(s, m->num_layers - 1);
     for (int l = 0; l < m->num_layers; l++) {
         const pn_layer *layer = &m->layers[l];
         count = add_product(s, count, NORM_ATTENTION, QUERY_KEY_VALUE, l, num_rows);
         count = add_phase(s, count, ROTATE, l, num_rows);
         if (l == m->num_layers - 1 && !s->keeps_all_rows) {
             num_rows = s->batch->num_logits;
-            if (num_rows == 0) break; /* keys and values were all that was wanted */
+            if (num_rows == 0) break; /* only keys and values are needed */
         }
         count = add_phase(s, count, ATTEND, l, num_rows);
         if (l == m->num_layers - 1 && !s->keeps_all_rows)
@@ -374,7 +385,7 @@ static int list_phases(pn_session *s) {
         count = add_product(s, count, NORM_FFN, GATE_UP, l, num_rows);
         count = add_product(s, count, QUANTIZE_INNER, DOWN, l, num_rows);
         if (layer->ffn_post_norm) count = add_phase(s, count, ADD_FFN, l, num_rows);
-        if (is_tapped(s, l)) count = add_phase(s, count, TAP, l, num_rows);
+        if (is_aux_layer(s, l)) count = add_phase(s, count, COPY_FEATURES, l, num_rows);
     }
     num_rows = s->batch->num_logits;
     if (s->keeps_all_rows && num_rows > 0)
@@ -383,21 +394,21 @@ static int list_phases(pn_session *s) {
     return count;
 }
 
-/* Rows of a segment that one attention task takes; two at least, since each reads all keys. */
-static int rows_of_block(int length, int parts, int most) {
-    return smallest_of(largest_of((length + parts - 1) / parts, 2), most);
+/* Rows of a segment per attention task; at least two, as every task reads all keys. */
+static int rows_of_block(int length, int parts, int max) {
+    return min_int(max_int((length + parts - 1) / parts, 2), max);
 }
 
-/* Where rows lie in the pool, and the attention tasks. 0 without memory. */
-static int place_rows(pn_session *s) {
+/* Computes slots and positions of all rows, and the attention tasks. 0 if out of memory. */
+static int assign_slots(pn_session *s) {
     const pn_batch *batch = s->batch;
     int most_rows = pn_attention_rows(s->model->num_heads / s->model->num_kv_heads);
     int num_blocks = 0, block_size = s->cache->block_size;
-    /* Few sequences with several rows each: enough tasks that no thread waits for another. */
+    /* With few sequences of several rows, split them so that every thread has a task. */
     int tasks = batch->num_segments * s->model->num_kv_heads, threads = pn_pool_threads(s->pool);
     int parts = threads == 1 ? 1 : (2 * threads + tasks - 1) / tasks;
     for (int i = 0; i < batch->num_segments; i++) {
-        int length = batch->segments[PN_SEGMENT_FIELDS * i + 1];
+        int length = batch->segments[i].length;
         int rows = rows_of_block(length, parts, most_rows);
         num_blocks += (length + rows - 1) / rows;
     }
@@ -405,34 +416,34 @@ static int place_rows(pn_session *s) {
     s->num_blocks = 0;
     int row = 0;
     for (int i = 0; i < batch->num_segments; i++) {
-        const int32_t *segment = batch->segments + PN_SEGMENT_FIELDS * i;
-        const int32_t *ids = batch->block_ids + segment[2];
-        int first = row, rows_a_block = rows_of_block(segment[1], parts, most_rows);
-        for (int j = 0; j < segment[1]; j += rows_a_block) {
-            int rows = smallest_of(rows_a_block, segment[1] - j);
-            s->blocks[s->num_blocks++] = (query_block){i, row + j, rows, j};
+        const pn_segment *segment = &batch->segments[i];
+        const int32_t *ids = batch->block_ids + segment->first_block;
+        int first = row, rows_per_block = rows_of_block(segment->length, parts, most_rows);
+        for (int j = 0; j < segment->length; j += rows_per_block) {
+            int rows = min_int(rows_per_block, segment->length - j);
+            s->blocks[s->num_blocks++] = (query_block){i, rows, row + j, j};
         }
-        for (int j = 0; j < segment[1]; j++, row++) {
-            int at = segment[0] + j;
-            s->places[row] = (int64_t)ids[at / block_size] * block_size + at % block_size;
+        for (int j = 0; j < segment->length; j++, row++) {
+            int at = segment->start + j;
+            s->slots[row] = (int64_t)ids[at / block_size] * block_size + at % block_size;
             s->depths[row] = j;
-            if (segment[3]) {
+            if (segment->is_tree) {
                 int parent = batch->parents[row];
                 s->depths[row] = parent < 0 ? 0 : s->depths[first + parent] + 1;
             }
-            s->positions[row] = segment[0] + segment[4] + s->depths[row]; /* in the text */
+            s->positions[row] = segment->start + segment->skipped + s->depths[row];
         }
     }
     return 1;
 }
 
-/* Runs one step; unless the result is PN_DONE, nothing was written. */
+/* Runs one step. Returns a pn_result; writes nothing unless it is PN_OK. */
 PN_EXPORT int pn_forward(pn_session *s, const pn_cache *cache, const pn_batch *batch) {
     pn_result result = pn_check_batch(s->model, cache, batch);
-    if (result != PN_DONE) return result;
+    if (result != PN_OK) return result;
     s->cache = cache;
     s->batch = batch;
-    if (!reserve_rows(s, largest_of(batch->num_rows, batch->num_logits)) || !place_rows(s))
+    if (!reserve_rows(s, max_int(batch->num_rows, batch->num_logits)) || !assign_slots(s))
         return PN_NO_MEMORY;
     int num_phases = list_phases(s);
     if (s->is_profiling) memset(s->phase_ns, 0, sizeof(int64_t) * num_phases);
@@ -441,12 +452,17 @@ PN_EXPORT int pn_forward(pn_session *s, const pn_cache *cache, const pn_batch *b
     s->first_phase += num_phases;
     for (int i = 0; s->is_profiling && i < num_phases; i++)
         s->kind_ns[s->phases[i].kind] += s->phase_ns[i];
-    return PN_DONE;
+    return PN_OK;
 }
 
-/* From now on (or no more) time is added up by kind of phase, in nanoseconds, see phase_kind. */
+/* Starts (or stops) accumulating nanoseconds per phase_kind; returns the [NUM_KINDS] sums. */
 PN_EXPORT const int64_t *pn_session_profile(pn_session *s, int is_on) {
     s->is_profiling = is_on;
     memset(s->kind_ns, 0, sizeof s->kind_ns);
     return s->kind_ns;
+}
+
+/* Name of a phase_kind; NULL beyond the last. */
+PN_EXPORT const char *pn_phase_name(int kind) {
+    return kind >= 0 && kind < NUM_KINDS ? PHASE_NAMES[kind] : NULL;
 }

@@ -1,8 +1,8 @@
-/* A row's queries and keys rotated, and its keys and values put into the KV pool. */
+/* RoPE of a row's queries and keys, and storing keys and values in the KV pool. */
 #include "parley.h"
 
-/* heads [num_heads][head_dim]: normed over head_dim if `norm`, each pair (2j, 2j + 1) turned by
- * rotation [head_dim / 2][cos, sin], all times `scale`. head_dim % 8 == 0. */
+/* heads [num_heads][head_dim]: RMS-normed over head_dim if `norm`, each pair (2j, 2j + 1) rotated
+ * by rotation [head_dim / 2][cos, sin], scaled by `scale`. head_dim % 8 == 0. */
 void pn_rotate_row(float *heads, int num_heads, int head_dim, const float *rotation,
                    const float *norm, float eps, float scale) {
     const f8 sign = {-1, 1, -1, 1, -1, 1, -1, 1};
@@ -18,25 +18,25 @@ void pn_rotate_row(float *heads, int num_heads, int head_dim, const float *rotat
     }
 }
 
-/* key_value [2 * num_kv_heads][head_dim] of one row to its place in the pool. */
-void pn_store_kv(const pn_cache *cache, int layer, int num_kv_heads, int head_dim,
-                 int64_t pool_position, const float *key_value) {
+/* Stores key_value [2 * num_kv_heads][head_dim] of one row in its slot of the pool. */
+void pn_store_kv(const pn_cache *cache, int layer, int num_kv_heads, int head_dim, int64_t slot,
+                 const float *key_value) {
     for (int h = 0; h < 2 * num_kv_heads; h++, key_value += head_dim) {
         int64_t head = (int64_t)layer * 2 * num_kv_heads + h;
-        int64_t place = head * cache->num_positions + pool_position;
+        int64_t row = head * cache->num_positions + slot;
         if (cache->type == PN_F32) {
-            memcpy((float *)cache->data + place * head_dim, key_value, sizeof(float) * head_dim);
+            memcpy((float *)cache->data + row * head_dim, key_value, sizeof(float) * head_dim);
         } else if (cache->type == PN_BF16) {
-            uint16_t *to = (uint16_t *)cache->data + place * head_dim;
+            uint16_t *to = (uint16_t *)cache->data + row * head_dim;
             for (int d = 0; d < head_dim; d++) to[d] = float_to_bf16(key_value[d]);
         } else {
-            int8_t *to = (int8_t *)cache->data + place * head_dim;
-            s8 most = {0};
+            int8_t *to = (int8_t *)cache->data + row * head_dim;
+            s8 max = {0};
             for (int d = 0; d < head_dim; d += 8)
-                most = s8_max(most, f8_magnitude(f8_load(key_value + d)));
-            float scale = largest_magnitude(most) / 127.0f;
+                max = s8_max(max, f8_magnitude(f8_load(key_value + d)));
+            float scale = largest_magnitude(max) / 127.0f;
             float inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
-            cache->scales[place] = scale;
+            cache->scales[row] = scale;
             for (int d = 0; d < head_dim; d++) to[d] = (int8_t)rintf(key_value[d] * inverse);
         }
     }

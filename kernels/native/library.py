@@ -1,10 +1,14 @@
-"""The C library's structures and functions, as ctypes sees them; layouts are those of parley.h."""
+"""ctypes declarations of the C library: structures and functions of ``parley.h``.
+
+Sizes of structures and values of constants are checked against the library when it is loaded.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +16,39 @@ import torch
 
 from kernels.native.build import NEEDS_FOLDER, NativeUnavailableError, build
 
-GROUP = 32  # inputs that share a scale
-TILE = 8  # outputs that lie side by side
-# Threads wait this long for each other before they sleep: longer than a phase of a decode step
-# lasts, far shorter than the slice of time that another process may take.
+# Threads spin this long before they sleep: longer than a phase of a decode step takes, and far
+# shorter than a time slice of the operating system.
 SPIN_US = 60
 
+# Constants of parley.h, there with the prefix PN_.
+GROUP = 32  # inputs that share a scale
+TILE = 8  # outputs of a tile
 MAX_THREADS = 256  # of a pool
+MAX_QUERIES = 48  # query heads of a KV head
 MAX_TREE_ROWS = 256  # rows of one tree segment
-MAX_SIBLINGS = 4  # of a draft of a chain
-MAXIMUM_LEN = 64  # logits of which the largest is noted
-
+MAX_SIBLINGS = 4  # alternatives to a draft token
+MAXIMA_BLOCK = 64  # logits that share one block maximum
+TAIL_DEPTH = 14  # see ``sampler``
+HAS_ZERO = 1
 F32, BF16, INT8, F16 = range(4)
 STORE, ADD, GATED = range(3)
 SILU, GELU_TANH = range(2)
-PHASE_KINDS = (
-    *("embed", "attention norm", "query/key/value", "rotate + store", "attention", "gather"),
-    *("attention quantise", "attention output", "attention post norm", "ffn norm", "gate/up"),
-    *("inner quantise", "down", "ffn post norm", "tap features", "final norm", "head"),
+_CONSTANTS = (
+    *("GROUP", "TILE", "MAX_THREADS", "MAX_QUERIES", "MAX_TREE_ROWS", "MAX_SIBLINGS"),
+    *("MAXIMA_BLOCK", "TAIL_DEPTH", "HAS_ZERO", "F32", "BF16", "INT8", "F16"),
+    *("STORE", "ADD", "GATED", "SILU", "GELU_TANH"),
 )
-_HAS_ZERO = 1
+
 _PIECE_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
+
+
+class Result(IntEnum):
+    """pn_result."""
+
+    OK, NO_MEMORY, BAD_TOKEN, BAD_LOGIT_ROW, BAD_BLOCK, BAD_SEGMENT, BAD_AUX_LAYER, BAD_TREE = (
+        range(8)
+    )
 
 
 class Matrix(Structure):
@@ -91,13 +106,19 @@ class Cache(Structure):
     )
 
 
+class Segment(Structure):
+    """pn_segment."""
+
+    _fields_ = (*((n, c_int32) for n in ("start", "length", "first_block", "is_tree", "skipped")),)
+
+
 class Batch(Structure):
     """pn_batch."""
 
     _fields_ = (
         *((n, c_void_p) for n in ("token_ids", "logit_rows", "segments", "parents", "block_ids")),
-        *((n, c_void_p) for n in ("taps", "logits", "features", "maxima")),
-        *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "num_taps")),
+        *((n, c_void_p) for n in ("aux_layers", "logits", "features", "block_maxima")),
+        *((n, c_int32) for n in ("num_rows", "num_logits", "num_segments", "num_aux_layers")),
     )
 
 
@@ -112,7 +133,7 @@ class DraftModel(Structure):
         ("target", POINTER(Model)),
         *((n, c_int32) for n in ("num_features", "normalises_features", "hidden_size")),
         *((n, c_int32) for n in ("num_heads", "num_kv_heads", "head_dim", "inner_size")),
-        *((n, c_int32) for n in ("num_words", "max_context")),
+        *((n, c_int32) for n in ("draft_vocab_size", "max_context")),
         *((n, c_float) for n in ("rms_eps", "score_scale")),
         ("reserved", c_int32),
     )
@@ -123,20 +144,21 @@ class DraftChoice(Structure):
 
     _fields_ = (
         *((n, c_float) for n in ("temperature", "top_p", "min_p")),
-        *((n, c_float) for n in ("least_probability", "least_followed")),
-        *((n, c_int32) for n in ("top_k", "most_drafts")),
+        *((n, c_float) for n in ("min_probability", "min_extend_probability")),
+        *((n, c_int32) for n in ("top_k", "max_drafts")),
     )
 
 
-class Draw(Structure):
-    """pn_draw."""
+class SampleParams(Structure):
+    """pn_sample_params."""
 
     _fields_ = (
-        *((n, c_void_p) for n in ("seen", "counted", "biased", "counts", "biases")),
-        ("fraction", ctypes.c_double),
-        *((n, c_float) for n in ("repetition", "frequency", "presence")),
+        *((n, c_void_p) for n in ("repeated_ids", "reply_ids", "bias_ids")),
+        *((n, c_void_p) for n in ("reply_counts", "biases")),
+        ("u", ctypes.c_double),
+        *((n, c_float) for n in ("repetition_penalty", "frequency_penalty", "presence_penalty")),
         *((n, c_float) for n in ("temperature", "top_p", "min_p")),
-        *((n, c_int32) for n in ("num_seen", "num_counted", "num_biased", "top_k")),
+        *((n, c_int32) for n in ("num_repeated", "num_reply_ids", "num_biases", "top_k")),
         *((n, c_int32) for n in ("is_greedy", "reserved")),
     )
 
@@ -148,11 +170,11 @@ class DraftBatch(Structure):
         *((n, c_void_p) for n in ("token_ids", "features", "states", "output_rows", "segments")),
         *((n, c_void_p) for n in ("parents", "block_ids")),
         ("choices", POINTER(DraftChoice)),
-        *((n, c_void_p) for n in ("fractions", "logits", "out_states", "out_tokens")),
+        *((n, c_void_p) for n in ("u_values", "logits", "out_states", "out_tokens")),
         *((n, c_void_p) for n in ("out_probabilities", "out_siblings")),
         *((n, c_void_p) for n in ("out_sibling_probabilities", "out_lengths")),
         *((n, c_int32) for n in ("num_rows", "num_outputs", "num_segments", "num_steps")),
-        ("guess_reach", c_float),
+        ("u_bandwidth", c_float),
         ("num_siblings", c_int32),
     )
 
@@ -170,13 +192,15 @@ class Epilogue(Structure):
 
 
 def pointer(structure: Model) -> Any:
-    """For a field that points at a structure; it does not keep it alive."""
+    """A pointer to ``structure`` for a field; it does not keep the structure alive."""
     return ctypes.pointer(structure)
 
 
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
-    "pn_layout": (c_int64, (c_int,)),
-    "pn_instructions": (ctypes.c_char_p, ()),
+    "pn_struct_size": (c_int64, (c_char_p,)),
+    "pn_constant": (c_int64, (c_char_p,)),
+    "pn_phase_name": (c_char_p, (c_int,)),
+    "pn_instructions": (c_char_p, ()),
     "pn_memory_map": (c_void_p, (c_int64,)),
     "pn_memory_unmap": (None, (c_void_p, c_int64)),
     "pn_pack_rows": (
@@ -193,13 +217,22 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "pn_draft_session_create": (c_void_p, (c_void_p, POINTER(DraftModel))),
     "pn_draft_session_destroy": (None, (c_void_p,)),
     "pn_draft": (c_int, (c_void_p, POINTER(Cache), POINTER(DraftBatch))),
-    "pn_draw_token": (c_int64, (c_void_p, c_void_p, c_int, POINTER(Draw), c_void_p)),
+    "pn_sample_token": (c_int64, (c_void_p, c_void_p, c_int, POINTER(SampleParams), c_void_p)),
     "pn_session_profile": (POINTER(c_int64), (c_void_p, c_int)),
 }
-_STRUCTURES = (
-    *(Matrix, Layer, Model, Cache, Batch, Epilogue, DraftModel, DraftBatch, DraftChoice),
-    Draw,
-)
+STRUCTURES: dict[str, type[Structure]] = {
+    "pn_matrix": Matrix,
+    "pn_layer": Layer,
+    "pn_model": Model,
+    "pn_cache": Cache,
+    "pn_segment": Segment,
+    "pn_batch": Batch,
+    "pn_epilogue": Epilogue,
+    "pn_draft_model": DraftModel,
+    "pn_draft_choice": DraftChoice,
+    "pn_draft_batch": DraftBatch,
+    "pn_sample_params": SampleParams,
+}
 
 
 class Library:
@@ -214,14 +247,27 @@ class Library:
         except (OSError, AttributeError) as error:
             reason = f"{path} does not load: {error}"
             raise NativeUnavailableError(reason, NEEDS_FOLDER) from error
-        for index, structure in enumerate(_STRUCTURES):
-            theirs = self.functions.pn_layout(index)
-            assert theirs == ctypes.sizeof(structure), f"{structure.__name__} differs from parley.h"
+        self._check_declarations()
         self.instructions: str = self.functions.pn_instructions().decode()
         self.has_vector_products = self.instructions != "portable C"
 
+    def _check_declarations(self) -> None:
+        for name, structure in STRUCTURES.items():
+            size = self.functions.pn_struct_size(name.encode())
+            assert size == ctypes.sizeof(structure), f"{structure.__name__} differs from {name}"
+        constants = {name: globals()[name] for name in _CONSTANTS}
+        for name, value in {**constants, **Result.__members__}.items():
+            assert self.functions.pn_constant(f"PN_{name}".encode()) == value, f"{name} differs"
+
+    def phase_names(self) -> tuple[str, ...]:
+        """Kinds of phases of a forward pass, in the order of ``pn_session_profile``'s times."""
+        names: list[str] = []
+        while (name := self.functions.pn_phase_name(len(names))) is not None:
+            names.append(name.decode())
+        return tuple(names)
+
     def memory(self) -> WeightMemory:
-        """Where the matrices of one model go."""
+        """Memory for the matrices of one model."""
         return WeightMemory(self)
 
     def pool(self, num_threads: int, spin_us: int = SPIN_US) -> ThreadPool:
@@ -230,7 +276,7 @@ class Library:
 
 
 class ThreadPool:
-    """A pn_pool; ends its threads with the object."""
+    """Owns a pn_pool, whose threads end with this object."""
 
     def __init__(self, library: Library, num_threads: int, spin_us: int) -> None:
         self._library = library
@@ -246,26 +292,26 @@ class ThreadPool:
 
 
 class WeightMemory:
-    """Matrices one after another, in the order they are made, in a few large pieces.
+    """An arena for packed matrices: a few large mappings, filled in the order of allocation.
 
-    Pieces become resident only where they are written. They are freed with this object, which
-    every matrix keeps.
+    Pages become resident when they are written. Every matrix keeps a reference to its arena, which
+    unmaps the memory when it is deleted.
     """
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self.num_bytes = 0  # of matrices
+        self.num_bytes = 0  # allocated
         self._pieces: list[tuple[int, int]] = []  # address, bytes
         self._next, self._end = 0, 0
 
     def matrix(
         self, num_out: int, num_in: int, *, bits: int, has_zero: bool, offset: int, log2_scale: int
     ) -> PackedMatrix:
-        """Room for a matrix; see ``PackedMatrix.pack``. Raises MemoryError."""
+        """An empty matrix, to be filled by ``PackedMatrix.pack``. Raises MemoryError."""
         return PackedMatrix(self, num_out, num_in, bits, has_zero, offset, log2_scale)
 
-    def take(self, num_bytes: int) -> int:
-        """The address of so many zeroed bytes, aligned to 64. Raises MemoryError."""
+    def allocate(self, num_bytes: int) -> int:
+        """The address of ``num_bytes`` zeroed bytes, aligned to 64. Raises MemoryError."""
         if self._next + num_bytes > self._end:
             size = -(-max(num_bytes, _PIECE_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
             address = self.library.functions.pn_memory_map(size)
@@ -273,10 +319,10 @@ class WeightMemory:
                 raise MemoryError(f"no memory for {num_bytes} bytes of packed weights")
             self._pieces.append((address, size))
             self._next, self._end = address, address + size
-        taken = self._next
+        address = self._next
         self._next += -(-num_bytes // 64) * 64
         self.num_bytes += num_bytes
-        return taken
+        return address
 
     def __del__(self) -> None:
         for address, size in self._pieces:
@@ -305,14 +351,14 @@ class PackedMatrix:
         num_tiles, num_groups = -(-num_out // TILE), -(-num_in // GROUP)
         record_bytes = (128 if bits == 4 else 256) + (32 if has_zero else 16)
         self.struct = Matrix(
-            # The last tiles' prefetches reach beyond a matrix, which is allowed everywhere.
-            data=memory.take(num_tiles * num_groups * record_bytes),
+            # Prefetches of the last tiles read beyond the matrix; prefetches never fault.
+            data=memory.allocate(num_tiles * num_groups * record_bytes),
             num_out=num_out,
             num_in=num_in,
             num_tiles=num_tiles,
             num_groups=num_groups,
             bits=bits,
-            flags=_HAS_ZERO if has_zero else 0,
+            flags=HAS_ZERO if has_zero else 0,
             record_bytes=record_bytes,
             offset=float(offset),
             post_scale=2.0**-log2_scale,
@@ -328,15 +374,15 @@ class PackedMatrix:
         first_row: int = 0,
         tile_step: int = 1,
     ) -> None:
-        """Rows from ``first_row`` on; each row is packed once.
+        """Packs rows from ``first_row`` on; each row may be packed once.
 
-        codes uint8 [R, num_in]; scale and zero float32 [R, num_groups], already times
-        2 ** log2_scale. ``tile_step`` 2 leaves every other tile to another matrix (gate and up).
+        codes uint8 [R, num_in]; scale and zero float32 [R, num_groups], already multiplied by
+        2 ** log2_scale. ``tile_step`` 2 fills every other tile (gate and up are interleaved).
         """
         struct = self.struct
         assert codes.dtype == torch.uint8 and codes.shape[1] == struct.num_in
         assert scale.shape == (codes.shape[0], struct.num_groups)
-        assert (zero is not None) == bool(struct.flags & _HAS_ZERO)
+        assert (zero is not None) == bool(struct.flags & HAS_ZERO)
         tensors = [codes.contiguous(), scale.float().contiguous()]
         if zero is not None:
             assert zero.shape == scale.shape
@@ -355,7 +401,7 @@ class PackedMatrix:
         )
 
     def set_bias(self, bias: torch.Tensor) -> None:
-        """bias [num_out], added to every row of products."""
+        """Sets bias [num_out], added to every row of a product."""
         padded = torch.zeros(self.struct.num_tiles * TILE)
         padded[: bias.shape[0]] = bias
         self._bias = padded
@@ -364,9 +410,10 @@ class PackedMatrix:
     def matmul(
         self, pool: ThreadPool, x: torch.Tensor, *, mode: int = STORE, activation: int = SILU
     ) -> torch.Tensor:
-        """float32 x [T, num_in] -> [T, num_out]; activations are rounded to 8 bits.
+        """float32 x [T, num_in] -> [T, num_out]; activations are quantised to 8 bits.
 
-        ``mode`` GATED is for gate and up: activation(gate) * up, num_out columns of it.
+        With ``mode`` GATED (interleaved gate and up) the result is activation(gate) * up. Raises
+        MemoryError.
         """
         x = x.float().contiguous()
         out = torch.empty(x.shape[0], self.struct.num_out)
@@ -382,5 +429,5 @@ class PackedMatrix:
 
 
 def load(cache_dir: Path, *, is_scalar: bool = False) -> Library:
-    """Builds if needed and loads. Raises NativeUnavailableError with the reason."""
+    """Builds the library if necessary and loads it. Raises NativeUnavailableError."""
     return Library(build(cache_dir, is_scalar=is_scalar))

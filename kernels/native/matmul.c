@@ -1,10 +1,10 @@
 /* Packed weights times quantised activations, tile by tile.
  *
- * AVX2: unsigned codes of 4 bits times signed activations of 8 bits, pairs added by maddubs; 8 of
- * those fit 16 bits (8 * 2 * 15 * 127 = 30480), so a group of 32 is summed before it is widened.
- * 8-bit codes are two such planes, low and high half. VNNI sums into 32 bits at once.
- * The few float operations a group follow: dot * (weight scale * activation scale) and either
- * the integer offset or the zero point times the group's sum.
+ * AVX2: unsigned 4-bit codes times signed 8-bit activations, adjacent pairs added by maddubs; 8
+ * such sums fit in 16 bits (8 * 2 * 15 * 127 = 30480), so a group of 32 is summed before widening.
+ * 8-bit codes are processed as two nibble planes. VNNI accumulates in 32 bits directly. Each group
+ * then takes a few float operations: dot * (weight scale * activation scale), and either the
+ * integer offset or the zero point times the group's sum of codes.
  */
 #include "parley.h"
 
@@ -14,12 +14,12 @@
 
 enum { PREFETCH_BYTES = 2048 };
 
-/* 8 bits times 8 bits, added up: in 32 bits with VNNI, else in 16; WIDEN makes it 32 bits. */
+/* Multiply-accumulate of bytes: in 32 bits with VNNI, else in 16, which WIDEN extends to 32. */
 #ifdef PN_VNNI
 #define ADD_PRODUCTS(sum, codes, x) ((sum) = PN_DPBUSD(sum, codes, x))
 #define WIDEN(sum, factor) (sum)
 #else
-/* The empty statement keeps the sum in a register: GCC would add products first, and spill. */
+/* The empty asm keeps the sum in a register: GCC would reassociate the additions, and spill. */
 #define ADD_PRODUCTS(sum, codes, x)                                              \
     do {                                                                         \
         (sum) = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));           \
@@ -34,16 +34,16 @@ INLINE __m256i four_inputs(const int8_t *codes) {
     return _mm256_set1_epi32(four);
 }
 
-/* The float end of one group of one row; `dot` int32, 8 outputs. */
+/* Float accumulation of one group of one row; `dot` int32, 8 outputs. */
 INLINE f8 add_group(f8 sum, __m256i dot, f8 scale, f8 zero, const float *meta, float offset,
                     int has_zero) {
     f8 value = _mm256_cvtepi32_ps(dot);
     if (has_zero) {
-        sum = _mm256_fmadd_ps(zero, f8_all(meta[2]), sum);
-    } else { /* integers below 2^24: exact */
-        value = _mm256_fnmadd_ps(f8_all(offset), f8_all(meta[1]), value);
+        sum = _mm256_fmadd_ps(zero, f8_splat(meta[2]), sum);
+    } else { /* exact: integers below 2^24 */
+        value = _mm256_fnmadd_ps(f8_splat(offset), f8_splat(meta[1]), value);
     }
-    return _mm256_fmadd_ps(value, scale * f8_all(meta[0]), sum);
+    return _mm256_fmadd_ps(value, scale * f8_splat(meta[0]), sum);
 }
 
 INLINE __m256i low_halves(__m256i codes) {
@@ -63,7 +63,7 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
     f8 sums[8];
     const int num_groups = m->num_groups, record_bytes = has_zero ? 160 : 144;
     const float offset = m->offset;
-    for (int i = 0; i < num_tiles * num_rows; i++) sums[i] = f8_all(0);
+    for (int i = 0; i < num_tiles * num_rows; i++) sums[i] = f8_splat(0);
     for (int g = 0; g < num_groups; g++) {
         __m256i dot[4][2];
         for (int r = 0; r < num_rows; r++)
@@ -72,7 +72,8 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
         for (int v = 0; v < 4; v++) {
             __m256i low[2], high[2];
             for (int t = 0; t < num_tiles; t++) {
-                __m256i codes = _mm256_loadu_si256((const __m256i *)(w + t * record_bytes + 32 * v));
+                const uint8_t *from = w + t * record_bytes + 32 * v;
+                __m256i codes = _mm256_loadu_si256((const __m256i *)from);
                 low[t] = low_halves(codes);
                 high[t] = high_halves(codes);
             }
@@ -89,7 +90,7 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
         for (int t = 0; t < num_tiles; t++) {
             const uint16_t *scales = (const uint16_t *)(w + t * record_bytes + 128);
             scale[t] = f8_from_half(scales);
-            zero[t] = has_zero ? f8_from_half(scales + PN_TILE) : f8_all(0);
+            zero[t] = has_zero ? f8_from_half(scales + PN_TILE) : f8_splat(0);
         }
         prefetch_record(w, num_tiles * record_bytes);
         for (int r = 0; r < num_rows; r++)
@@ -104,13 +105,13 @@ INLINE void block_4bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
     for (int i = 0; i < num_tiles * num_rows; i++) result[i] = sums[i];
 }
 
-/* One tile: low and high halves need a sum each. */
+/* One tile; low and high nibbles need a sum each. */
 INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
                        int pitch, int num_rows, f8 *result, int has_zero) {
     f8 sums[4];
     const int num_groups = m->num_groups, record_bytes = m->record_bytes;
     const float offset = m->offset;
-    for (int i = 0; i < num_rows; i++) sums[i] = f8_all(0);
+    for (int i = 0; i < num_rows; i++) sums[i] = f8_splat(0);
     for (int g = 0; g < num_groups; g++) {
         __m256i low[4], high[4];
         for (int r = 0; r < num_rows; r++) low[r] = high[r] = _mm256_setzero_si256();
@@ -130,7 +131,7 @@ INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
 #endif
         }
         f8 scale = f8_from_half((const uint16_t *)(w + 256));
-        f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + 272)) : f8_all(0);
+        f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + 272)) : f8_splat(0);
         prefetch_record(w, 288);
         for (int r = 0; r < num_rows; r++) {
             __m256i dot = WIDEN(low[r], 1);
@@ -151,10 +152,10 @@ INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
 INLINE void block_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, const float *meta,
                       int pitch, int num_rows, int num_tiles, f8 *sums, int has_zero) {
     int is_4bit = m->bits == 4, code_bytes = is_4bit ? 128 : 256;
-    for (int r = 0; r < num_rows; r++) sums[r * num_tiles] = f8_all(0);
+    for (int r = 0; r < num_rows; r++) sums[r * num_tiles] = f8_splat(0);
     for (int g = 0; g < m->num_groups; g++) {
         f8 scale = f8_from_half((const uint16_t *)(w + code_bytes));
-        f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + code_bytes + 16)) : f8_all(0);
+        f8 zero = has_zero ? f8_from_half((const uint16_t *)(w + code_bytes + 16)) : f8_splat(0);
         for (int r = 0; r < num_rows; r++) {
             const int8_t *x = q + r * PN_GROUP;
             s8 dot = {0};
@@ -170,11 +171,11 @@ INLINE void block_any(const pn_matrix *m, const uint8_t *w, const int8_t *q, con
             const float *row_meta = meta + 4 * r;
             f8 value = __builtin_convertvector(dot, f8), *sum = sums + r * num_tiles;
             if (has_zero) {
-                *sum += zero * f8_all(row_meta[2]);
+                *sum += zero * f8_splat(row_meta[2]);
             } else {
-                value -= f8_all(m->offset * row_meta[1]);
+                value -= f8_splat(m->offset * row_meta[1]);
             }
-            *sum += value * (scale * f8_all(row_meta[0]));
+            *sum += value * (scale * f8_splat(row_meta[0]));
         }
         w += num_tiles * m->record_bytes;
         q += pitch * PN_GROUP;
@@ -196,7 +197,7 @@ INLINE void block_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, co
 
 #endif
 
-/* One form for each small number of rows, so that sums stay in registers. */
+/* Specialised for each small number of rows, so that sums stay in registers. */
 #define FOR_ROWS(call, has_zero)       \
     switch (num_rows) {                \
     case 1: call(1, has_zero); return; \
@@ -227,7 +228,7 @@ static void single_8bit(const pn_matrix *m, const uint8_t *w, const int8_t *q, c
 }
 
 /* sums[r][t] of up to PN_ROWS_AT_ONCE rows of block `block` from row `row` on, and of one or two
- * tiles; two tiles begin with an even one, and one alone is the last. */
+ * tiles. A pair starts at an even tile; a single tile is the last. */
 static void multiply_tiles(const pn_matrix *m, int tile, int num_tiles, const pn_activations *x,
                            int64_t block, int row, int num_rows, f8 sums[][2]) {
     const uint8_t *w = pn_first_record(m, tile);
@@ -239,7 +240,7 @@ static void multiply_tiles(const pn_matrix *m, int tile, int num_tiles, const pn
         pn_two_tiles(m, tile, q, meta, x->pitch, num_rows, sums);
         return;
     }
-    if (num_rows > 4) { /* the last tile alone, which is rare: the narrow form takes 4 rows */
+    if (num_rows > 4) { /* a single last tile, rare: the narrow kernel takes 4 rows */
         multiply_tiles(m, tile, 1, x, block, row + 4, num_rows - 4, sums + 4);
         num_rows = 4;
     }
@@ -266,8 +267,8 @@ INLINE f8 activate(f8 x, int activation) {
     return 0.5f * x * (1.0f + f8_tanh(inner));
 }
 
-/* One row of one tile, outputs [first, first + 8) cut at num_out. */
-static void leave(const pn_matrix *m, f8 value, int first, const pn_epilogue *e, float *row) {
+/* Stores one row of one tile, outputs [first, first + 8) up to num_out. */
+static void store_tile(const pn_matrix *m, f8 value, int first, const pn_epilogue *e, float *row) {
     if (e->softcap > 0) value = e->softcap * f8_tanh(value / e->softcap);
     int left = m->num_out - first;
     if (left >= PN_TILE) {
@@ -285,8 +286,8 @@ INLINE f8 scaled(const pn_matrix *m, f8 sum, int tile) {
     return value;
 }
 
-/* Tiles [first_tile, end_tile) for all rows; first_tile is even. PN_GATED: tiles alternate gate,
- * up; and what is stored is activation(gate) * up, num_out outputs in all. */
+/* Tiles [first_tile, end_tile) for all rows; first_tile is even. PN_GATED: tiles alternate gate and
+ * up, and activation(gate) * up is stored, num_out outputs in all. */
 void pn_matmul_tiles(const pn_matrix *m, const pn_activations *x, int num_rows, int first_tile,
                      int end_tile, const pn_epilogue *e) {
     f8 sums[PN_ROWS_AT_ONCE][2];
@@ -295,51 +296,52 @@ void pn_matmul_tiles(const pn_matrix *m, const pn_activations *x, int num_rows, 
         for (int tile = first_tile; tile < end_tile; tile += 2) {
             int num_tiles = end_tile - tile < 2 ? 1 : 2;
             for (int row = start; row < end; row += PN_ROWS_AT_ONCE) {
-                int rows = smallest_of(end - row, PN_ROWS_AT_ONCE);
+                int rows = min_int(end - row, PN_ROWS_AT_ONCE);
                 multiply_tiles(m, tile, num_tiles, x, start / PN_ROW_BLOCK, row - start, rows,
                                sums);
                 for (int r = 0; r < rows; r++) {
                     float *out = e->out + (row + r) * e->stride;
                     if (e->mode == PN_GATED) {
                         f8 gate = activate(scaled(m, sums[r][0], tile), e->activation);
-                        leave(m, gate * scaled(m, sums[r][1], tile + 1), tile / 2 * PN_TILE, e,
-                              out);
+                        f8 value = gate * scaled(m, sums[r][1], tile + 1);
+                        store_tile(m, value, tile / 2 * PN_TILE, e, out);
                         continue;
                     }
                     for (int t = 0; t < num_tiles; t++)
-                        leave(m, scaled(m, sums[r][t], tile + t), (tile + t) * PN_TILE, e, out);
+                        store_tile(m, scaled(m, sums[r][t], tile + t), (tile + t) * PN_TILE, e,
+                                   out);
                 }
             }
         }
     }
 }
 
-/* ---- one product alone, for the torch decoder and for tests ---------------------------------- */
+/* ---- a single product, for tests ------------------------------------------------------------- */
 
 typedef struct {
     const pn_matrix *matrix;
     const float *x;
     const pn_epilogue *epilogue;
     pn_activations input;
-    int num_rows, tiles_a_task;
+    int num_rows, tiles_per_task;
 } product_call;
 
 static void run_product(void *context, int phase, int task, int thread) {
     product_call *call = context;
     const pn_matrix *m = call->matrix;
     (void)thread;
-    int first = task * (phase == 0 ? PN_ROW_BLOCK : call->tiles_a_task);
+    int first = task * (phase == 0 ? PN_ROW_BLOCK : call->tiles_per_task);
     if (phase == 0) {
         int end = first + PN_ROW_BLOCK < call->num_rows ? first + PN_ROW_BLOCK : call->num_rows;
         pn_quantize_rows(call->x, m->num_in, m->num_in, NULL, 0, first, end, &call->input);
         return;
     }
-    int end = first + call->tiles_a_task;
+    int end = first + call->tiles_per_task;
     pn_matmul_tiles(m, &call->input, call->num_rows, first, end < m->num_tiles ? end : m->num_tiles,
                     call->epilogue);
 }
 
-/* x [num_rows][num_in] -> as `epilogue` says. Returns a pn_result. */
+/* x [num_rows][num_in] times the matrix, stored by `epilogue`. Returns a pn_result. */
 PN_EXPORT int pn_matmul(pn_pool *pool, const pn_matrix *matrix, const float *x, int num_rows,
                         const pn_epilogue *epilogue) {
     pn_activations input = {
@@ -351,14 +353,14 @@ PN_EXPORT int pn_matmul(pn_pool *pool, const pn_matrix *matrix, const float *x, 
     if (input.codes && input.meta) {
         int tasks = pn_pool_threads(pool) * 6;
         int tiles = (matrix->num_tiles + tasks - 1) / tasks;
-        if (num_rows > PN_ROW_BLOCK && tiles > 16) tiles = 16; /* stay in the L2 cache */
+        if (num_rows > PN_ROW_BLOCK && tiles > 16) tiles = 16; /* stay within the L2 cache */
         tiles += tiles % 2; /* pairs stay together */
         product_call call = {matrix, x, epilogue, input, num_rows, tiles};
         int32_t num_tasks[2] = {(num_rows + PN_ROW_BLOCK - 1) / PN_ROW_BLOCK,
                                 (matrix->num_tiles + tiles - 1) / tiles};
         pn_pool_run(pool, 2, num_tasks, run_product, &call, NULL);
     }
-    pn_result result = input.codes && input.meta ? PN_DONE : PN_NO_MEMORY;
+    pn_result result = input.codes && input.meta ? PN_OK : PN_NO_MEMORY;
     free(input.codes);
     free(input.meta);
     return result;

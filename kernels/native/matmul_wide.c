@@ -1,8 +1,9 @@
-/* Two tiles at a time in vectors of 512 bits: 16 outputs for up to 8 rows, AVX512 with VNNI.
+/* Two tiles at a time in 512-bit vectors: 16 outputs for up to 8 rows, AVX512 with VNNI.
  *
- * What one row costs beside others decides whether drafts pay: codes are unpacked once for all
- * rows, and an input's four bytes are broadcast by the product itself. The float operations of each
- * output are those of matmul.c in the same order, so the bits do not depend on the number of rows.
+ * The marginal cost of a row decides whether speculative decoding pays off: codes are unpacked once
+ * for all rows, and the product broadcasts the four input bytes itself. The float operations of
+ * each output are those of matmul.c in the same order, so results do not depend on the number of
+ * rows.
  */
 #include "parley.h"
 
@@ -19,7 +20,7 @@ INLINE __m512i four_inputs(const int8_t *codes) {
     return _mm512_set1_epi32(four);
 }
 
-/* 32 bytes of each of two tiles. */
+/* 32 bytes from each of two tiles. */
 INLINE __m512i two_tiles(const uint8_t *first, const uint8_t *second) {
     __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)first));
     return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i *)second), 1);
@@ -31,19 +32,19 @@ INLINE __m512 two_halves(const uint8_t *first, const uint8_t *second) {
         _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)second), 1));
 }
 
-/* The float end of one group of one row. */
+/* Float accumulation of one group of one row. */
 INLINE __m512 add_group(__m512 sum, __m512i dot, __m512 scale, __m512 zero, const float *meta,
                         float offset, int has_zero) {
     __m512 value = _mm512_cvtepi32_ps(dot);
     if (has_zero) {
         sum = _mm512_fmadd_ps(zero, _mm512_set1_ps(meta[2]), sum);
-    } else { /* integers below 2^24: exact */
+    } else { /* exact: integers below 2^24 */
         value = _mm512_fnmadd_ps(_mm512_set1_ps(offset), _mm512_set1_ps(meta[1]), value);
     }
     return _mm512_fmadd_ps(value, _mm512_mul_ps(scale, _mm512_set1_ps(meta[0])), sum);
 }
 
-/* `w` and `w + apart`: the first records of the two tiles; `stride` bytes from group to group. */
+/* `w` and `w + apart`: first records of the two tiles; `stride`: bytes between groups. */
 INLINE void block(const pn_matrix *m, const uint8_t *w, int64_t apart, int64_t stride,
                   const int8_t *q, const float *meta, int pitch, int num_rows, int bits,
                   int has_zero, f8 sums[][2]) {
@@ -100,8 +101,8 @@ INLINE void block(const pn_matrix *m, const uint8_t *w, int64_t apart, int64_t s
         CALL(7, bits, has_zero) CALL(8, bits, has_zero)                                        \
     }
 
-/* sums[r][t] of up to 8 rows, of tiles `tile` (even) and the next, which must exist. `q` and `meta`
- * begin with the first row's first group. */
+/* sums[r][t] of up to 8 rows and of tiles `tile` (even) and `tile` + 1, which must exist. `q` and
+ * `meta` point at the first row's first group. */
 void pn_two_tiles(const pn_matrix *m, int tile, const int8_t *q, const float *meta, int pitch,
                   int num_rows, f8 sums[][2]) {
     const uint8_t *w = pn_first_record(m, tile);

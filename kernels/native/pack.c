@@ -1,28 +1,28 @@
-/* Weights into the packed form of parley.h, and single rows out of it (embeddings). */
+/* Packing of weights (see parley.h), and unpacking of single rows (embeddings). */
 #define _GNU_SOURCE
 #include "parley.h"
 
 #include <sys/mman.h>
 
-/* Memory for packed weights, zeroed, in huge pages where the system has them: a step reads all of
- * it in order, and 4 KiB pages cost a sixth of the bandwidth. NULL when there is none. */
+/* Zeroed memory for packed weights, in huge pages if available: a step streams through all of it,
+ * and 4 KiB pages cost a sixth of the bandwidth. NULL if out of memory. */
 PN_EXPORT void *pn_memory_map(int64_t num_bytes) {
     const uintptr_t huge = 2 << 20;
     size_t size = (size_t)num_bytes + huge;
     void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return NULL;
-    /* Keep the aligned part, give back what is before and behind it. */
+    /* Keep the aligned part and unmap the rest on either side. */
     uintptr_t start = (uintptr_t)mapped, aligned = (start + huge - 1) / huge * huge;
     if (aligned > start) munmap(mapped, aligned - start);
-    size_t behind = start + huge - aligned;
-    if (behind > 0) munmap((void *)(aligned + (size_t)num_bytes), behind);
+    size_t tail_bytes = start + huge - aligned;
+    if (tail_bytes > 0) munmap((void *)(aligned + (size_t)num_bytes), tail_bytes);
 #ifdef MADV_HUGEPAGE
     madvise((void *)aligned, (size_t)num_bytes, MADV_HUGEPAGE);
 #endif
     return (void *)aligned;
 }
 
-/* `num_bytes` as it was mapped, a multiple of the page size. */
+/* `num_bytes` as in pn_memory_map, a multiple of the page size. */
 PN_EXPORT void pn_memory_unmap(void *memory, int64_t num_bytes) {
     munmap(memory, (size_t)num_bytes);
 }
@@ -31,7 +31,7 @@ static uint16_t float_to_half(float value) { /* nearest, ties to even */
     union { float value; uint32_t bits; } u = {.value = value}, magic = {.bits = 0};
     uint32_t sign = (u.bits >> 16) & 0x8000, body = u.bits & 0x7fffffff;
     if (body >= 0x47800000) return (uint16_t)(sign | (body > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (body < 0x38800000) { /* subnormal: let float addition round at 2^-24 */
+    if (body < 0x38800000) { /* subnormal: float addition rounds at 2^-24 */
         u.bits = body;
         magic.value = 0.5f;
         u.value += magic.value;
@@ -41,10 +41,10 @@ static uint16_t float_to_half(float value) { /* nearest, ties to even */
     return (uint16_t)(sign | ((body - 0x38000000) >> 13));
 }
 
-/* Rows [first_row, first_row + num_rows) of the matrix: codes [num_rows][num_in], scale and zero
- * (or NULL) [num_rows][num_groups] already divided by post_scale. Row r goes to packed row
- * first_row + (r / PN_TILE * tile_step * PN_TILE) + r % PN_TILE: tile_step 2 interleaves two
- * matrices tile by tile. The matrix must be zero before the first call. */
+/* Packs rows: codes [num_rows][num_in], scale and zero (or NULL) [num_rows][num_groups] already
+ * divided by post_scale. Row r goes to packed row first_row + (r / PN_TILE * tile_step * PN_TILE) +
+ * r % PN_TILE; tile_step 2 interleaves two matrices tile by tile. The matrix must be zeroed before
+ * the first call. */
 PN_EXPORT void pn_pack_rows(const pn_matrix *m, const uint8_t *codes, const float *scale,
                             const float *zero, int num_rows, int first_row, int tile_step) {
     int code_bytes = m->bits == 4 ? 128 : 256, num_in = m->num_in, num_groups = m->num_groups;
@@ -73,7 +73,7 @@ PN_EXPORT void pn_pack_rows(const pn_matrix *m, const uint8_t *codes, const floa
     }
 }
 
-/* Row `row` as floats [num_in]. */
+/* Dequantises row `row` to floats [num_in]. */
 PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
     int lane = row % PN_TILE, code_bytes = matrix->bits == 4 ? 128 : 256;
     const uint8_t *record = pn_first_record(matrix, row / PN_TILE);
@@ -96,29 +96,7 @@ PN_EXPORT void pn_matrix_row(const pn_matrix *matrix, int row, float *out) {
     }
 }
 
-/* Sizes of the structures, so that the caller's declarations can be checked. */
-PN_EXPORT int64_t pn_layout(int index) {
-    const int64_t sizes[] = {sizeof(pn_matrix), sizeof(pn_layer), sizeof(pn_model),
-                             sizeof(pn_cache), sizeof(pn_batch), sizeof(pn_epilogue),
-                             sizeof(pn_draft_model), sizeof(pn_draft_batch),
-                             sizeof(pn_draft_choice), sizeof(pn_draw)};
-    return index >= 0 && index < (int)(sizeof sizes / sizeof *sizes) ? sizes[index] : -1;
-}
-
-/* What the products were compiled for. */
-PN_EXPORT const char *pn_instructions(void) {
-#if defined(PN_AVX512)
-    return "AVX512 with VNNI";
-#elif defined(PN_VNNI)
-    return "AVX2 with VNNI";
-#elif defined(PN_AVX2)
-    return "AVX2";
-#else
-    return "portable C";
-#endif
-}
-
-/* The embedding of one token, [hidden_size]. */
+/* Embedding of one token, out [hidden_size]. */
 void pn_embed(const pn_model *m, int64_t token, float *out) {
     int64_t first = token * m->hidden_size;
     if (!m->embedding) {

@@ -1,4 +1,4 @@
-/* RMS norm, and activations to 8 bits with one scale for 32 values. */
+/* RMS norm, and quantisation of activations to 8 bits with one scale per 32 values. */
 #include "parley.h"
 
 int64_t pn_code_bytes(int num_rows, int num_groups) {
@@ -11,7 +11,7 @@ int64_t pn_meta_floats(int num_rows, int num_groups) {
 }
 
 static float inverse_rms(const float *x, int size, float eps) {
-    f8 sums = f8_all(0), more = f8_all(0);
+    f8 sums = f8_splat(0), more = f8_splat(0);
     int i = 0;
     for (; i + 16 <= size; i += 16) {
         f8 a = f8_load(x + i), b = f8_load(x + i + 8);
@@ -28,10 +28,10 @@ void pn_rms_norm(const float *x, const float *weight, int size, float eps, float
     for (int i = 0; i < size; i++) out[i] = x[i] * factor * (weight ? weight[i] : 1.0f);
 }
 
-/* Codes of 32 values v[0..3]; returns their sum. |v * inverse| <= 127. */
+/* Stores the codes of 32 values v[0..3] and returns their sum. |v * inverse| <= 127. */
 static inline int32_t store_codes(const f8 *v, float inverse, int8_t *codes) {
-    s8 q0 = f8_nearest(v[0] * inverse), q1 = f8_nearest(v[1] * inverse);
-    s8 q2 = f8_nearest(v[2] * inverse), q3 = f8_nearest(v[3] * inverse);
+    s8 q0 = f8_round(v[0] * inverse), q1 = f8_round(v[1] * inverse);
+    s8 q2 = f8_round(v[2] * inverse), q3 = f8_round(v[3] * inverse);
     s8 sum = (q0 + q1) + (q2 + q3);
 #ifdef PN_AVX2
     __m256i low = _mm256_packs_epi32((__m256i)q0, (__m256i)q1);
@@ -52,8 +52,8 @@ static inline int32_t store_codes(const f8 *v, float inverse, int8_t *codes) {
     return total;
 }
 
-/* Rows [first_row, end_row) of x [.., num_in], normed first if `norm` is given. Inputs beyond
- * num_in count as 0. A scale is the group's largest magnitude / 127, as in ggml's Q8 blocks. */
+/* Quantises rows [first_row, end_row) of x [.., num_in], RMS-normed first if `norm` is not NULL,
+ * and padded with 0. A scale is the group's largest magnitude / 127, as in ggml's Q8 blocks. */
 void pn_quantize_rows(const float *x, int64_t stride, int num_in, const float *norm, float eps,
                       int first_row, int end_row, pn_activations *to) {
     for (int row = first_row; row < end_row; row++) {
@@ -76,10 +76,10 @@ void pn_quantize_rows(const float *x, int64_t stride, int num_in, const float *n
             float largest = largest_magnitude(
                 s8_max(s8_max(f8_magnitude(v[0]), f8_magnitude(v[1])),
                        s8_max(f8_magnitude(v[2]), f8_magnitude(v[3]))));
-            /* Below 1e-30 the inverse would overflow; such a group adds nothing to any sum. */
+            /* Below 1e-30 the inverse would overflow; such a group is treated as 0. */
             float scale = largest > 1e-30f ? largest / 127.0f : 0.0f;
             float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-            if (largest != largest) scale = inverse = largest; /* NaN must not vanish */
+            if (largest != largest) scale = inverse = largest; /* propagate NaN */
             int64_t record = (block * to->num_groups + g) * to->pitch + in_block;
             int32_t sum = store_codes(v, inverse, to->codes + record * PN_GROUP);
             float *meta = to->meta + record * 4;

@@ -1,230 +1,266 @@
-/* Chooses a token from a row of logits: the rule of llm_core/sampling/sampler.py, read off the pieces of the
- * row whose largest logits (pn_note_maxima) lie near enough to the best. */
+/* Samples a token from a row of logits, reading only the blocks whose maximum (pn_block_maxima) is
+ * near enough to the best logit.
+ *
+ * Order: penalties and biases, temperature, top-k, top-p, min-p; then the token at which the
+ * running sum of probabilities, in the order of token ids, passes `u`. Logits more than
+ * ln(vocab_size) + PN_TAIL_DEPTH below the best have a joint probability below 2^-20 and are never
+ * sampled.
+ */
 #include "parley.h"
 #include <float.h>
 #include <string.h>
 
-#define NEAR_DEPTH 14.0 /* below ln(vocabulary) and this: never drawn, as in sampler.py */
-#define ROUNDING 0.01f    /* what lies this near to an edge is left for the exact comparison */
-#define TOP_K_DEPTH 8.0f   /* where the k best mostly are */
+#define ROUNDING 0.01f   /* margin of the coarse cut before the exact comparison */
+#define TOP_K_DEPTH 8.0f /* depth that mostly contains the k best */
 #define NUM_DEPTHS 4
 static const float NUCLEUS_DEPTHS[NUM_DEPTHS] = {4.0f, 8.0f, 16.0f, INFINITY};
 
+/* The maximum of each PN_MAXIMA_BLOCK logits [num_rows][vocab_size] of tiles [first_tile,
+ * end_tile), NaN if one of them is NaN. Sampling then skips most blocks of a row of 49 thousand
+ * logits. */
+void pn_block_maxima(const float *logits, float *maxima, int vocab_size, int first_tile,
+                     int end_tile, int num_rows) {
+    int64_t num_maxima = (vocab_size + PN_MAXIMA_BLOCK - 1) / PN_MAXIMA_BLOCK;
+    int end = min_int(end_tile * PN_TILE, vocab_size);
+    for (int row = 0; row < num_rows; row++, logits += vocab_size, maxima += num_maxima) {
+        for (int first = first_tile * PN_TILE; first < end; first += PN_MAXIMA_BLOCK) {
+            int last = min_int(first + PN_MAXIMA_BLOCK, end), i = first;
+            f8 max = f8_splat(-INFINITY);
+            s8 is_nan = {0};
+            for (; i + PN_TILE <= last; i += PN_TILE) {
+                f8 values = f8_load(logits + i);
+                is_nan |= values != values;
+                max = f8_max(max, values);
+            }
+            float largest = f8_max_lane(max);
+            int has_nan = largest_magnitude(is_nan & (s8)f8_splat(1.0f)) > 0;
+            for (; i < last; i++) {
+                has_nan |= logits[i] != logits[i];
+                largest = logits[i] > largest ? logits[i] : largest;
+            }
+            maxima[first / PN_MAXIMA_BLOCK] = has_nan ? NAN : largest;
+        }
+    }
+}
+
 typedef struct {
     float *row, *maxima;
-    float *sums;    /* of weights, of each piece */
+    float *sums;    /* sum of weights of each block */
     float *old;     /* logits before penalties */
-    float *weights; /* of the list: [num_ids], as ids */
-    int32_t *ids;
-    int num_ids, num_old, num_maxima, vocab_size;
-    float best, least, factor; /* logits below `least` are never drawn */
-} chooser;
+    float *weights; /* of the candidates, as ids */
+    int32_t *ids;   /* [num_ids] candidates, ascending */
+    int num_ids, num_old, num_blocks, vocab_size;
+    float best, least, factor; /* logits below `least` are never sampled */
+} sampler;
 
 /* ---- penalties and biases ---------------------------------------------------------------- */
 
-static void set_logit(chooser *c, int64_t id, float value) {
-    c->old[c->num_old++] = c->row[id];
-    c->row[id] = value;
+static void set_logit(sampler *s, int64_t id, float value) {
+    s->old[s->num_old++] = s->row[id];
+    s->row[id] = value;
 }
 
-static void note_piece(chooser *c, int64_t id) {
-    int piece = (int)(id / PN_MAXIMUM_LEN), first = piece * PN_MAXIMUM_LEN;
-    int last = smallest_of(first + PN_MAXIMUM_LEN, c->vocab_size), has_nan = 0;
-    float most = -INFINITY;
+static void update_block_max(sampler *s, int64_t id) {
+    int block = (int)(id / PN_MAXIMA_BLOCK), first = block * PN_MAXIMA_BLOCK;
+    int last = min_int(first + PN_MAXIMA_BLOCK, s->vocab_size), has_nan = 0;
+    float max = -INFINITY;
     for (int i = first; i < last; i++) {
-        has_nan |= c->row[i] != c->row[i];
-        most = c->row[i] > most ? c->row[i] : most;
+        has_nan |= s->row[i] != s->row[i];
+        max = s->row[i] > max ? s->row[i] : max;
     }
-    c->maxima[piece] = has_nan ? NAN : most;
+    s->maxima[block] = has_nan ? NAN : max;
 }
 
-static void penalise(chooser *c, const pn_draw *draw) {
-    for (int i = 0; i < draw->num_seen; i++) {
-        float value = c->row[draw->seen[i]];
-        float less = value > 0 ? value / draw->repetition : value * draw->repetition;
-        set_logit(c, draw->seen[i], less);
+static void apply_penalties(sampler *s, const pn_sample_params *params) {
+    for (int i = 0; i < params->num_repeated; i++) {
+        float value = s->row[params->repeated_ids[i]];
+        float penalty = params->repetition_penalty;
+        set_logit(s, params->repeated_ids[i], value > 0 ? value / penalty : value * penalty);
     }
-    for (int i = 0; i < draw->num_counted; i++) {
-        float less = draw->counts[i] * draw->frequency + draw->presence;
-        set_logit(c, draw->counted[i], c->row[draw->counted[i]] - less);
+    for (int i = 0; i < params->num_reply_ids; i++) {
+        float less = params->reply_counts[i] * params->frequency_penalty + params->presence_penalty;
+        set_logit(s, params->reply_ids[i], s->row[params->reply_ids[i]] - less);
     }
-    for (int i = 0; i < draw->num_biased; i++)
-        set_logit(c, draw->biased[i], c->row[draw->biased[i]] + draw->biases[i]);
-    for (int i = 0; i < draw->num_seen; i++) note_piece(c, draw->seen[i]);
-    for (int i = 0; i < draw->num_counted; i++) note_piece(c, draw->counted[i]);
-    for (int i = 0; i < draw->num_biased; i++) note_piece(c, draw->biased[i]);
+    for (int i = 0; i < params->num_biases; i++)
+        set_logit(s, params->bias_ids[i], s->row[params->bias_ids[i]] + params->biases[i]);
+    for (int i = 0; i < params->num_repeated; i++) update_block_max(s, params->repeated_ids[i]);
+    for (int i = 0; i < params->num_reply_ids; i++) update_block_max(s, params->reply_ids[i]);
+    for (int i = 0; i < params->num_biases; i++) update_block_max(s, params->bias_ids[i]);
 }
 
-/* The row as it was: others tell its probabilities. The last that was set comes first. */
-static void restore(chooser *c, const pn_draw *draw) {
-    for (int i = draw->num_biased; i-- > 0;) c->row[draw->biased[i]] = c->old[--c->num_old];
-    for (int i = draw->num_counted; i-- > 0;) c->row[draw->counted[i]] = c->old[--c->num_old];
-    for (int i = draw->num_seen; i-- > 0;) c->row[draw->seen[i]] = c->old[--c->num_old];
+/* Undoes the penalties (log-probabilities are of the raw logits), the last one first. */
+static void restore_logits(sampler *s, const pn_sample_params *params) {
+    for (int i = params->num_biases; i-- > 0;) s->row[params->bias_ids[i]] = s->old[--s->num_old];
+    for (int i = params->num_reply_ids; i-- > 0;)
+        s->row[params->reply_ids[i]] = s->old[--s->num_old];
+    for (int i = params->num_repeated; i-- > 0;)
+        s->row[params->repeated_ids[i]] = s->old[--s->num_old];
 }
 
 /* ---- candidates -------------------------------------------------------------------------- */
 
-/* The first of the largest logits; -1 where there is none to be used. */
-static int best_of(const chooser *c) {
-    int piece = 0, id;
-    for (int i = 0; i < c->num_maxima; i++) {
-        if (c->maxima[i] != c->maxima[i]) return -1;
-        if (c->maxima[i] > c->maxima[piece]) piece = i;
+/* The first of the largest logits; -1 if it is not finite. */
+static int best_of(const sampler *s) {
+    int block = 0, id;
+    for (int i = 0; i < s->num_blocks; i++) {
+        if (s->maxima[i] != s->maxima[i]) return -1;
+        if (s->maxima[i] > s->maxima[block]) block = i;
     }
-    if (c->maxima[piece] == INFINITY || c->maxima[piece] == -INFINITY) return -1;
-    for (id = piece * PN_MAXIMUM_LEN; c->row[id] != c->maxima[piece];) id++;
+    if (s->maxima[block] == INFINITY || s->maxima[block] == -INFINITY) return -1;
+    for (id = block * PN_MAXIMA_BLOCK; s->row[id] != s->maxima[block];) id++;
     return id;
 }
 
-static int piece_end(const chooser *c, int piece) {
-    return smallest_of((piece + 1) * PN_MAXIMUM_LEN, c->vocab_size);
+static int block_end(const sampler *s, int block) {
+    return min_int((block + 1) * PN_MAXIMA_BLOCK, s->vocab_size);
 }
 
 /* Weights of a piece's logits: exp of what they lie below the best, at the temperature. */
-static float weigh_piece(const chooser *c, int piece, float *weights) {
-    int first = piece * PN_MAXIMUM_LEN, num = piece_end(c, piece) - first, i = 0;
-    f8 total = f8_all(0);
+static float weigh_block(const sampler *s, int block, float *weights) {
+    int first = block * PN_MAXIMA_BLOCK, num = block_end(s, block) - first, i = 0;
+    f8 total = f8_splat(0);
     for (; i + PN_TILE <= num; i += PN_TILE) {
-        f8 weight = f8_exp((f8_load(c->row + first + i) - c->best) * c->factor);
+        f8 weight = f8_exp((f8_load(s->row + first + i) - s->best) * s->factor);
         total += weight;
         if (weights) f8_store(weights + i, weight);
     }
     float sum = f8_sum(total);
     for (; i < num; i++) {
-        float weight = expf((c->row[first + i] - c->best) * c->factor);
+        float weight = expf((s->row[first + i] - s->best) * s->factor);
         sum += weight;
         if (weights) weights[i] = weight;
     }
     return sum;
 }
 
-/* The sums of all pieces that can matter, and of these. */
-static double weigh(chooser *c) {
+/* Computes the sums of all blocks; returns their total. */
+static double weigh(sampler *s) {
     double total = 0;
-    for (int piece = 0; piece < c->num_maxima; piece++) {
-        c->sums[piece] = c->maxima[piece] < c->least ? 0 : weigh_piece(c, piece, NULL);
-        total += c->sums[piece];
+    for (int block = 0; block < s->num_blocks; block++) {
+        s->sums[block] = s->maxima[block] < s->least ? 0 : weigh_block(s, block, NULL);
+        total += s->sums[block];
     }
     return total;
 }
 
-/* Becomes the list: ids of all logits at most `depth` (at the temperature) below the best, in
- * order, with their weights. */
-static void gather(chooser *c, float depth) {
-    float least = c->best - depth / c->factor, weights[PN_MAXIMUM_LEN];
-    if (!(least > c->least)) least = c->least;
-    c->num_ids = 0;
-    for (int piece = 0; piece < c->num_maxima; piece++) {
-        if (c->maxima[piece] < least) continue;
-        int first = piece * PN_MAXIMUM_LEN, end = piece_end(c, piece), count = c->num_ids;
-        weigh_piece(c, piece, weights);
-        for (int i = first; i < end; i++) { /* without branches: most are not near */
-            c->ids[count] = i;
-            c->weights[count] = weights[i - first];
-            count += c->row[i] >= least;
+/* Collects the candidates: ids of all logits at most `depth` (scaled by the temperature) below the
+ * best, in order, with their weights. */
+static void gather(sampler *s, float depth) {
+    float least = s->best - depth / s->factor, weights[PN_MAXIMA_BLOCK];
+    if (!(least > s->least)) least = s->least;
+    s->num_ids = 0;
+    for (int block = 0; block < s->num_blocks; block++) {
+        if (s->maxima[block] < least) continue;
+        int first = block * PN_MAXIMA_BLOCK, end = block_end(s, block), count = s->num_ids;
+        weigh_block(s, block, weights);
+        for (int i = first; i < end; i++) { /* branch-free: most are too low */
+            s->ids[count] = i;
+            s->weights[count] = weights[i - first];
+            count += s->row[i] >= least;
         }
-        c->num_ids = count;
+        s->num_ids = count;
     }
 }
 
-/* Keeps the weights above `least` and, in the order of ids, those equal to it until what is kept
- * measures `needed`: in their number, or (is_sum) their sum. */
-static void keep(chooser *c, float least, float needed, int is_sum) {
-    float measured = pn_measure(c->weights, c->num_ids, nextafterf(least, INFINITY), is_sum);
+/* Keeps the candidates with weights above `least` and, in the order of ids, those equal to it until
+ * the measure of all kept ones reaches `needed` (see pn_measure). */
+static void keep(sampler *s, float least, float needed, int is_sum) {
+    float measured = pn_measure(s->weights, s->num_ids, nextafterf(least, INFINITY), is_sum);
     int count = 0;
-    for (int i = 0; i < c->num_ids; i++) {
-        float weight = c->weights[i];
+    for (int i = 0; i < s->num_ids; i++) {
+        float weight = s->weights[i];
         int is_kept = weight > least;
         if (weight == least && measured < needed) {
             measured += is_sum ? weight : 1;
             is_kept = 1;
         }
-        c->ids[count] = c->ids[i]; /* without branches: half of them may stay */
-        c->weights[count] = weight;
+        s->ids[count] = s->ids[i]; /* branch-free: about half are kept */
+        s->weights[count] = weight;
         count += is_kept;
     }
-    c->num_ids = count;
+    s->num_ids = count;
 }
 
-/* The nucleus of the list, or (is_all) of all logits, which is mostly near the best. */
-static void keep_nucleus(chooser *c, float top_p, int is_all) {
-    double total = is_all ? weigh(c) : pn_measure(c->weights, c->num_ids, 0.0f, 1);
-    float needed = fmaxf(FLT_MIN, (float)(top_p * total)); /* one token at least */
+/* Applies top-p to the candidates or, if is_all, to all logits. */
+static void keep_nucleus(sampler *s, float top_p, int is_all) {
+    double total = is_all ? weigh(s) : pn_measure(s->weights, s->num_ids, 0.0f, 1);
+    float needed = fmaxf(FLT_MIN, (float)(top_p * total)); /* at least one token */
     for (int i = 0; is_all && i < NUM_DEPTHS; i++) {
-        gather(c, NUCLEUS_DEPTHS[i]);
-        if (pn_measure(c->weights, c->num_ids, 0.0f, 1) >= needed) break;
+        gather(s, NUCLEUS_DEPTHS[i]);
+        if (pn_measure(s->weights, s->num_ids, 0.0f, 1) >= needed) break;
     }
-    keep(c, pn_threshold(c->weights, c->num_ids, 0.0f, needed, 1), needed, 1);
+    keep(s, pn_threshold(s->weights, s->num_ids, 0.0f, needed, 1), needed, 1);
 }
 
-/* The id of the list at which the running sum of weights passes `fraction` of their total. */
-static int drawn(const chooser *c, double fraction) {
+/* The candidate at which the running sum of weights passes `u` of their total. */
+static int sample_from_list(const sampler *s, double u) {
     double total = 0, sum = 0;
-    int last = c->num_ids - 1;
-    for (int i = 0; i < c->num_ids; i++) total += c->weights[i];
-    for (int i = 0; i < c->num_ids; i++)
-        if ((sum += c->weights[i]) > fraction * total) return c->ids[i];
-    while (last > 0 && c->weights[last] == 0) last--; /* rounding */
-    return c->ids[last];
+    int last = s->num_ids - 1;
+    for (int i = 0; i < s->num_ids; i++) total += s->weights[i];
+    for (int i = 0; i < s->num_ids; i++)
+        if ((sum += s->weights[i]) > u * total) return s->ids[i];
+    while (last > 0 && s->weights[last] == 0) last--; /* rounding */
+    return s->ids[last];
 }
 
-/* The same of all logits: first the piece, then in it. */
-static int drawn_of_all(chooser *c, double fraction) {
-    double point = fraction * weigh(c), before = 0;
-    float weights[PN_MAXIMUM_LEN];
-    int piece = 0, last = c->num_maxima - 1;
-    while (last > 0 && c->sums[last] == 0) last--;
-    for (; piece < last && before + c->sums[piece] <= point; piece++) before += c->sums[piece];
-    weigh_piece(c, piece, weights);
-    int num = piece_end(c, piece) - piece * PN_MAXIMUM_LEN, place = 0;
+/* The same over all logits: first finds the block, then the token within it. */
+static int sample_from_all(sampler *s, double u) {
+    double point = u * weigh(s), before = 0;
+    float weights[PN_MAXIMA_BLOCK];
+    int block = 0, last = s->num_blocks - 1;
+    while (last > 0 && s->sums[last] == 0) last--;
+    for (; block < last && before + s->sums[block] <= point; block++) before += s->sums[block];
+    weigh_block(s, block, weights);
+    int num = block_end(s, block) - block * PN_MAXIMA_BLOCK, slot = 0;
     for (int i = 0; i < num; i++) {
         if (weights[i] == 0) continue;
-        place = i;
+        slot = i;
         if ((before += weights[i]) > point) break;
     }
-    return piece * PN_MAXIMUM_LEN + place;
+    return block * PN_MAXIMA_BLOCK + slot;
 }
 
-static int64_t choose(chooser *c, const pn_draw *draw) {
-    int best = best_of(c), is_cut = 0;
-    if (best < 0 || draw->is_greedy) return best;
-    c->best = c->row[best];
-    c->factor = 1.0f / draw->temperature;
-    double least = c->best - (log((double)c->vocab_size) + NEAR_DEPTH) * draw->temperature;
-    c->least = least > -FLT_MAX ? (float)least : -FLT_MAX;
-    if (draw->top_k > 0 && draw->top_k < c->vocab_size) {
-        gather(c, TOP_K_DEPTH);
-        if (c->num_ids < draw->top_k) gather(c, INFINITY);
-        if (c->num_ids > draw->top_k)
-            keep(c, pn_threshold(c->weights, c->num_ids, 0.0f, draw->top_k, 0), draw->top_k, 0);
+static int64_t choose(sampler *s, const pn_sample_params *params) {
+    int best = best_of(s), is_cut = 0;
+    if (best < 0 || params->is_greedy) return best;
+    s->best = s->row[best];
+    s->factor = 1.0f / params->temperature;
+    double least = s->best - (log((double)s->vocab_size) + PN_TAIL_DEPTH) * params->temperature;
+    s->least = least > -FLT_MAX ? (float)least : -FLT_MAX;
+    if (params->top_k > 0 && params->top_k < s->vocab_size) {
+        gather(s, TOP_K_DEPTH);
+        if (s->num_ids < params->top_k) gather(s, INFINITY);
+        if (s->num_ids > params->top_k)
+            keep(s, pn_threshold(s->weights, s->num_ids, 0.0f, params->top_k, 0), params->top_k, 0);
         is_cut = 1;
     }
-    if (draw->top_p < 1.0f) {
-        keep_nucleus(c, draw->top_p, !is_cut);
+    if (params->top_p < 1.0f) {
+        keep_nucleus(s, params->top_p, !is_cut);
         is_cut = 1;
     }
-    if (draw->min_p > 0) {
-        if (!is_cut) gather(c, ROUNDING - logf(draw->min_p));
-        keep(c, draw->min_p, INFINITY, 0);
+    if (params->min_p > 0) {
+        if (!is_cut) gather(s, ROUNDING - logf(params->min_p));
+        keep(s, params->min_p, INFINITY, 0);
         is_cut = 1;
     }
-    return is_cut ? drawn(c, draw->fraction) : drawn_of_all(c, draw->fraction);
+    return is_cut ? sample_from_list(s, params->u) : sample_from_all(s, params->u);
 }
 
-/* The token, or -1 where the logits are unusable. `row` [vocab_size] is as it was afterwards;
- * `maxima` are its own. `scratch` has 6 * (vocab_size + PN_MAXIMUM_LEN) numbers of 4 bytes. The ids seen
- * differ from each other, as do those counted and those biased; all of them are sound. */
-int64_t pn_draw_token(float *row, const float *maxima, int vocab_size, const pn_draw *draw,
-                      float *scratch) {
-    int num_maxima = (vocab_size + PN_MAXIMUM_LEN - 1) / PN_MAXIMUM_LEN;
-    int room = vocab_size + PN_MAXIMUM_LEN; /* a list is written one beyond its end */
-    chooser c = {.row = row, .maxima = scratch, .sums = scratch + num_maxima, .num_maxima = num_maxima,
+/* The token, or -1 if the logits are unusable. `row` [vocab_size] is modified during the call and
+ * restored; `block_maxima` are of the raw row. `scratch` float [6 * (vocab_size +
+ * PN_MAXIMA_BLOCK)]. */
+int64_t pn_sample_token(float *row, const float *block_maxima, int vocab_size,
+                        const pn_sample_params *params, float *scratch) {
+    int num_blocks = (vocab_size + PN_MAXIMA_BLOCK - 1) / PN_MAXIMA_BLOCK;
+    int room = vocab_size + PN_MAXIMA_BLOCK; /* gather writes one entry beyond the end */
+    sampler s = {.row = row, .num_blocks = num_blocks,
+                 .maxima = scratch, .sums = scratch + num_blocks,
                  .weights = scratch + room, .ids = (int32_t *)(scratch + 2 * room),
-                 .old = scratch + 3 * room, /* as many as are seen, counted and biased */
+                 .old = scratch + 3 * room, /* one entry per penalty and bias */
                  .vocab_size = vocab_size};
-    memcpy(c.maxima, maxima, sizeof(float) * c.num_maxima);
-    penalise(&c, draw);
-    int64_t token = choose(&c, draw);
-    restore(&c, draw);
+    memcpy(s.maxima, block_maxima, sizeof(float) * s.num_blocks);
+    apply_penalties(&s, params);
+    int64_t token = choose(&s, params);
+    restore_logits(&s, params);
     return token;
 }

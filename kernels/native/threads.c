@@ -1,13 +1,13 @@
-/* A small pool of threads that runs a step: a list of phases, each a number of tasks.
+/* A thread pool that runs a step: a list of phases, each consisting of tasks.
  *
- * Tasks are taken one by one from a counter, so a thread that the system took off its core delays
- * at most the task it holds; a thread that comes late finds the counters exhausted and passes
- * through them. Phase p + 1 begins when all tasks of phase p are done, not when all threads have
- * arrived. Counters carry the step's number: a thread that slept through a whole step sees another
- * number, touches nothing of the new step by mistake, and goes back to fetch it.
+ * Threads claim tasks one by one from an atomic counter, so a preempted thread delays at most the
+ * task that it holds, and a late thread finds the counters exhausted and moves on. Phase p + 1
+ * begins when all tasks of phase p are done, not when all threads have arrived. Counters carry the
+ * step number: a thread that slept through a whole step sees a different number, cannot claim a
+ * task of the new step by mistake, and reloads the step.
  *
- * Waiting threads spin for a bounded time and then sleep, so that in company they give the core
- * away, perhaps to the very thread they wait for. One thread alone runs without any of this.
+ * Waiting threads spin for a bounded time and then sleep, which yields the core, perhaps to the
+ * very thread that they wait for. A pool of one thread needs no synchronisation.
  */
 #define _GNU_SOURCE
 #include "parley.h"
@@ -15,7 +15,7 @@
 #include <pthread.h>
 #include <time.h>
 
-enum { MAX_THREADS = 256, TASK_BITS = 20 };
+enum { TASK_BITS = 20 };
 #define TASK_MASK ((1u << TASK_BITS) - 1)
 #define STEP_OF(word) ((word) >> (2 * TASK_BITS))
 #define STEP_MASK ((1u << 24) - 1)
@@ -26,7 +26,7 @@ typedef struct {
 } phase_state;
 
 struct pn_pool {
-    pthread_t threads[MAX_THREADS];
+    pthread_t threads[PN_MAX_THREADS];
     int num_threads, num_started, spin_us;
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -35,7 +35,7 @@ struct pn_pool {
     _Atomic int num_phases;
     int capacity;
     phase_state *_Atomic phases;
-    phase_state *retired[32]; /* smaller arrays, which a late thread may still look at */
+    phase_state *retired[32]; /* replaced arrays, which a late thread may still read */
     int num_retired;
     pn_task_fn run;
     void *context;
@@ -67,8 +67,8 @@ static void wake_sleepers(pn_pool *pool) {
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Waits while `condition` holds. A waiter announces itself before it looks a last time, and a
- * waker changes the state before it looks for waiters, so no wake-up is lost. */
+/* Waits while `condition` holds. A waiter increments num_sleeping before its last check, and a
+ * waker changes the state before it reads num_sleeping, so no wake-up is lost. */
 #define WAIT_WHILE(pool, condition)                                        \
     do {                                                                   \
         int64_t end_ns = 0;                                                \
@@ -87,13 +87,13 @@ static void wake_sleepers(pn_pool *pool) {
         }                                                                  \
     } while (0)
 
-/* Is the phase of this step unfinished? False too when another step has begun. */
+/* Is the phase unfinished? Also false if another step has begun. */
 static int is_unfinished(phase_state *phase, uint64_t step, uint64_t num_tasks) {
     uint64_t done = atomic_load(&phase->done);
     return STEP_OF(done) == step && (done & TASK_MASK) < num_tasks;
 }
 
-/* Works through the phases of `step`; returns early if that step is over. */
+/* Runs tasks of all phases of `step`; returns early if that step is over. */
 static void work(pn_pool *pool, uint64_t step, int thread, int64_t *phase_ns) {
     phase_state *phases = atomic_load(&pool->phases);
     int num_phases = atomic_load(&pool->num_phases);
@@ -107,7 +107,7 @@ static void work(pn_pool *pool, uint64_t step, int thread, int64_t *phase_ns) {
             uint64_t task = word & TASK_MASK;
             if (task >= num_tasks) break;
             if (!atomic_compare_exchange_weak(&phase->ticket, &word, word + 1)) continue;
-            /* Holding a task of this step: the step cannot end, so its data is safe to read. */
+            /* The step cannot end while a task of it is claimed, so its data is safe to read. */
             pool->run(pool->context, p, (int)task, thread);
             uint64_t done = atomic_fetch_add(&phase->done, 1) + 1;
             if ((done & TASK_MASK) == num_tasks) wake_sleepers(pool);
@@ -135,9 +135,9 @@ static void *thread_main(void *raw) {
     }
 }
 
-/* NULL when memory or threads are exhausted. Thread 0 is the caller of pn_pool_run. */
+/* NULL if memory or threads are exhausted. Thread 0 is the caller of pn_pool_run. */
 pn_pool *pn_pool_create(int num_threads, int spin_us) {
-    if (num_threads < 1 || num_threads > MAX_THREADS) return NULL;
+    if (num_threads < 1 || num_threads > PN_MAX_THREADS) return NULL;
     pn_pool *pool = calloc(1, sizeof *pool);
     if (!pool) return NULL;
     pool->num_threads = num_threads;
@@ -196,8 +196,8 @@ static void run_alone(int num_phases, const int32_t *num_tasks, pn_task_fn run, 
     }
 }
 
-/* Runs all phases and returns when the last is done. One caller at a time. `phase_ns` (or NULL)
- * gains each phase's duration as the caller sees it. Without memory it runs on one thread. */
+/* Runs all phases and returns when the last is done. One caller at a time. Adds each phase's
+ * duration, as seen by the caller, to `phase_ns` (or NULL). Runs on one thread if out of memory. */
 void pn_pool_run(pn_pool *pool, int num_phases, const int32_t *num_tasks, pn_task_fn run,
                  void *context, int64_t *phase_ns) {
     if (pool->num_threads == 1 || !reserve_phases(pool, num_phases)) {

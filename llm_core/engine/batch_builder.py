@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from llm_core.batch import ForwardBatch, ForwardResult, Segment, TokenChoices
-from llm_core.sampling import ChunkRow, TokenDrawer
+from llm_core.sampling import ChunkRow, SamplerBackend
 from llm_core.scheduling import GONE, AttentionWindow, BlockTables, Chunk, StepPlan
 
 
@@ -77,23 +77,23 @@ def rows_by_chunk(
     result: ForwardResult,
     vocab_size: int,
     keeps: Sequence[int] = (),
-    drawer: TokenDrawer | None = None,
+    sampler: SamplerBackend | None = None,
 ) -> Iterator[tuple[Chunk, list[ChunkRow]]]:
     """Each chunk with its rows of logits or tokens: none, one, or one more than drafts.
 
     Where tokens were chosen, ``keeps`` are the rows whose logits were given out instead. Of these
     only ``vocab_size`` are words: a model's vocabulary may be padded beyond the tokenizer's (and
-    then the maxima of its logits are not those of words). ``drawer``: who draws from rows.
+    then the maxima of its logits are not those of words). ``sampler``: samples from rows.
     """
     logits = result.logits.numpy()
     maxima = None
     if logits.shape[1] != vocab_size:
         logits = logits[:, :vocab_size]
-    elif result.maxima is not None:
-        maxima = result.maxima.numpy()
+    elif result.block_maxima is not None:
+        maxima = result.block_maxima.numpy()
     if result.tokens is None:
         rows = [
-            ChunkRow(row, None if maxima is None else maxima[place], drawer=drawer)
+            ChunkRow(row, None if maxima is None else maxima[place], sampler=sampler)
             for place, row in enumerate(logits)
         ]
     else:

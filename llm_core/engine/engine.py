@@ -424,9 +424,9 @@ class Engine:
         outputs: list[Output] = []
         ended: list[TokenSequence] = []
         accepted: dict[int, list[int]] = {}
-        drawer = self._runner.drawer
+        sampler = self._runner.sampler_backend
         for chunk, rows in rows_by_chunk(
-            flight.plan, result, self._vocab_size, flight.keeps, drawer
+            flight.plan, result, self._vocab_size, flight.keeps, sampler
         ):
             sequence = chunk.sequence
             request = self._requests.get(sequence.seq_id)

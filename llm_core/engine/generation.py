@@ -26,8 +26,8 @@ from llm_core.sampling import (
     ChunkRow,
     FloatRow,
     LogprobTrack,
+    SamplerBackend,
     SamplerState,
-    TokenDrawer,
     sample_row,
     uniform,
 )
@@ -85,7 +85,7 @@ class Generation:
         token_id = row.token_id
         if token_id is None:
             assert row.logits is not None, "a token is chosen from logits"
-            token_id = self.choose(row.logits, row.maxima, row.drawer)
+            token_id = self.choose(row.logits, row.block_maxima, row.sampler)
         elif token_id < 0:
             raise LlmError("the model produced unusable logits")
         return self.accept(token_id, row.logits)
@@ -129,8 +129,8 @@ class Generation:
     def choose(
         self,
         row: FloatRow,
-        maxima: FloatRow | None = None,
-        drawer: TokenDrawer | None = None,
+        block_maxima: FloatRow | None = None,
+        sampler: SamplerBackend | None = None,
     ) -> int:
         """The next token; changes nothing. Raises LlmError as ``advance``."""
         return sample_row(
@@ -139,8 +139,8 @@ class Generation:
             len(self._sequence.token_ids),
             banned=() if self._may_end else self._eos_ids,
             allowed=None if self._guide is None else self._guide.allowed(),
-            maxima=maxima,
-            drawer=drawer,
+            block_maxima=block_maxima,
+            backend=sampler,
         )
 
     def accept(self, token_id: int, row: FloatRow | None) -> list[GenerationEvent]:

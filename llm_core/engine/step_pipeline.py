@@ -69,7 +69,7 @@ class StepPipeline:
         progress: Progress,
     ) -> None:
         """``vocab_size``: the tokenizer's, beyond which the model's words are padding."""
-        self._chooses = runner.chooses_tokens
+        self._chooses = runner.samples_on_device
         self.overlaps = overlaps and self._chooses
         self._runner = runner
         self._tables = tables
@@ -79,7 +79,7 @@ class StepPipeline:
         self._rows: dict[int, int] = {}  # the last step's row of logits of each sequence
         self._learnt_ns = 0
         if self._chooses:
-            runner.choose_below(vocab_size)
+            runner.set_vocab_size(vocab_size)
 
     @property
     def is_in_flight(self) -> bool:

@@ -1,4 +1,4 @@
-"""TODO llm_core/model."""
+"""Decoder implementations, the KV cache, and the runner that owns both."""
 
 from llm_core.model.kv_cache import KvCache
 from llm_core.model.native_decoder import (

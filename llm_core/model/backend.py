@@ -1,4 +1,4 @@
-"""Which implementation of the decoder runs a model, chosen once and said in one line of the log."""
+"""Selection of the decoder implementation for a model; logged in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.native import Library, NativeUnavailableError, load
 from llm_core.batch import ForwardBatch, ForwardResult, Launched
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
-from llm_core.messages import KvChoice, ModelBackend
+from llm_core.messages import EngineConfig, KvChoice, ModelBackend
 from llm_core.model.gpu.decoder import TritonDecoder
 from llm_core.model.gpu.graphs import CudaCapture
 from llm_core.model.gpu.kv_cache import GpuKvCache
@@ -33,58 +33,109 @@ from llm_core.quant import Weight, choose_formats
 
 logger = logging.getLogger("llm_core.model.backend")
 
-_FLOAT8_CAPABILITY = (8, 9)  # Ada: Triton converts e4m3 from there on
+BLOCK_SIZE = 16  # positions of a KV block
+_DEFAULT_KV_TOKENS = 2048  # per concurrent sequence
+_FLOAT8_CAPABILITY = (8, 9)  # Ada: the first that Triton converts e4m3 for
 
 
 class Model(Protocol):
-    """What computes a step: ``TorchDecoder``, or another one with the same mathematics."""
+    """A decoder. All implementations compute the same as ``TorchDecoder``."""
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
-        """Logits of ``batch.logit_rows``, and features if wanted; writes the rows' keys and values
-        into ``cache``. Called under inference mode."""
+        """Logits of ``batch.logit_rows``, and features if wanted. Writes the keys and values of all
+        rows into ``cache``. Called under inference mode."""
 
     def set_feature_layers(self, layers: tuple[int, ...]) -> None:
-        """Which hidden states are features: i is the residual stream after layer i, num_layers
-        what the final norm makes of the last. Set once, before the first batch that wants them."""
+        """Sets the hidden states that are returned as features: i is the residual stream after
+        layer i, num_layers the output of the final norm. Called once, before a batch wants
+        features."""
 
 
 @runtime_checkable
-class TokenChooser(Model, Protocol):
-    """A model that chooses tokens where it computes, and does not make the host wait."""
+class DeviceSampler(Model, Protocol):
+    """A model that can sample tokens on the device and runs asynchronously."""
 
     def launch(self, batch: ForwardBatch, cache: KvCache) -> Launched:
-        """Begins ``forward``; tokens are chosen as ``batch.choices`` says, if it does. The next
-        step may be launched, and blocks be copied, before this one's result is asked for."""
+        """Starts ``forward``, sampling tokens if ``batch.choices`` is set. The next step may be
+        launched, and blocks may be copied, before the result is awaited."""
 
-    def choose_below(self, vocab_size: int) -> None:
-        """Words from ``vocab_size`` on are padding and never chosen. Nothing is in flight."""
+    def set_vocab_size(self, vocab_size: int) -> None:
+        """Excludes token ids from ``vocab_size`` on (padding) from sampling. No step may be in
+        flight."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """How to run a model. ``torch_kernels`` are the operations of the torch decoder;
-    ``native_cache_dir`` is where the compiled library is kept (None: the user's cache); ``group``
-    are the ranks that share the model, where there are several; ``overlap_rows`` as in
-    ``TritonDecoder``; ``torch_compile``: what a GPU step leaves to torch is compiled."""
+class RunnerOptions:
+    """How to run a model. The defaults suit tests; ``of`` derives the options of an engine.
+
+    ``weight_format``: see ``quant.choose_formats``. ``torch_kernels``: operations of the torch
+    decoder. ``native_cache_dir``: directory of the compiled library (None: the user's cache).
+    ``num_blocks``: size of the KV pool (None: two sequences of the maximum length).
+    ``max_sequences``: batch size for which decode steps are prepared. ``max_context``: longest
+    sequence (None: the model's). ``is_pool_limit``: a sequence may not exceed the whole pool; False
+    with an attention window, which evicts blocks. ``group``: the ranks of a tensor-parallel model.
+    ``overlap_rows``: see ``TritonDecoder``. ``torch_compile``: compile the torch parts of a GPU
+    step.
+    """
 
     backend: ModelBackend = "torch"
     weight_format: str = "float32"
     torch_kernels: BackendName = "cpu"
     num_threads: int = 1
     native_cache_dir: Path | None = None
+    num_blocks: int | None = None
+    block_size: int = BLOCK_SIZE
+    kv_dtype: KvChoice = "float32"
+    max_context: int | None = None
+    max_sequences: int = 1
+    is_pool_limit: bool = True
     group: RankGroup | None = None
     overlap_rows: int = 0
     torch_compile: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        context_len: int,
+        *,
+        weight_format: str = "auto",
+        group: RankGroup | None = None,
+    ) -> RunnerOptions:
+        """The options of an engine whose model has a context of ``context_len`` tokens."""
+        cache_dir = config.native_cache_dir
+        num_tokens = _kv_cache_tokens(config, context_len)
+        return cls(
+            backend=config.backend,
+            weight_format=weight_format,
+            num_threads=config.num_threads,
+            native_cache_dir=Path(cache_dir) if cache_dir else None,
+            num_blocks=-(-num_tokens // BLOCK_SIZE) + 1,  # a spare one for copies
+            kv_dtype=config.kv_dtype,
+            max_context=config.max_context,
+            max_sequences=config.max_sequences,
+            is_pool_limit=config.attention_window is None,
+            group=group,
+            overlap_rows=config.overlap_rows,
+            torch_compile=config.torch_compile,
+        )
+
+
+def _kv_cache_tokens(config: EngineConfig, context_len: int) -> int:
+    if config.kv_cache_tokens is not None:
+        return config.kv_cache_tokens
+    longest = min(config.max_context or context_len, context_len)
+    return max(longest, config.max_sequences * min(longest, _DEFAULT_KV_TOKENS))
+
 
 def make_model(
-    config: ModelConfig, weights: Mapping[str, Weight], options: ModelOptions, max_context: int
+    config: ModelConfig, weights: Mapping[str, Weight], options: RunnerOptions, max_context: int
 ) -> tuple[Model, str]:
-    """The model, and what its weights are kept as.
+    """The model, and the format of its weights.
 
-    ``auto`` takes a GPU where there is one; else compiled code where it can be built for this CPU,
-    supports the model, and no weight format is asked for; else torch. Raises ModelLoadError where
-    ``triton`` or ``native`` is asked for and cannot be had, or the weights cannot be used.
+    Backend ``auto`` selects a GPU if there is one; else compiled code if it can be built for this
+    CPU, supports the model, and no weight format is requested; else torch. Raises ModelLoadError if
+    a requested backend is not available, or the weights cannot be used.
     """
     no_gpu = why_no_gpu(options.backend)
     if no_gpu is None and options.backend == "auto" and options.weight_format not in FORMATS:
@@ -107,7 +158,7 @@ def make_model(
                     "code: %s; %s; %s",
                     *(error, error.remedy, no_gpu),
                 )
-            else:  # it was asked for, or is the best there is
+            else:  # torch was requested, or nothing can be done about it
                 logger.info("the model runs on torch: %s; %s", error, no_gpu)
     if library is None:
         formats = choose_formats(options.weight_format)
@@ -119,16 +170,16 @@ def make_model(
         )
     except (ValueError, MemoryError, NativeUnavailableError) as error:
         raise ModelLoadError(f"the weights cannot be packed: {error}") from error
-    torch.set_num_threads(1)  # what is left to torch is too small to be shared out
+    torch.set_num_threads(1)  # the remaining torch operations are too small to parallelise
     logger.info("the model runs in compiled code (%s); %s", library.instructions, no_gpu)
     return decoder, decoder.weight_format
 
 
 def why_no_gpu(backend: ModelBackend) -> str | None:
-    """Why a model with this setting does not run on a GPU; None if it does.
+    """The reason why a model with this setting does not run on a GPU; None if it does.
 
-    Raises ModelLoadError where it must and cannot. Triton's interpreter is never chosen by itself:
-    it takes a second a token.
+    Raises ModelLoadError if a GPU is required but not available. ``auto`` never selects Triton's
+    interpreter, which takes a second per token.
     """
     if backend not in ("auto", "triton"):
         return f"backend {backend} is asked for"
@@ -149,15 +200,15 @@ def make_cache(
     *,
     max_sequences: int = 1,
 ) -> KvCache:
-    """The KV pool that ``model`` computes on, where it computes; steps of up to ``max_sequences``
-    sequences are then ready to run. Raises ModelLoadError for a dtype that it cannot use, or a pool
-    that does not fit into a GPU's memory."""
+    """The KV pool of ``model`` on its device; also warms up steps of up to ``max_sequences``
+    sequences. Raises ModelLoadError for a dtype that the model does not support, or a pool that
+    does not fit into the GPU's memory."""
     decoder = model.decoder if isinstance(model, LeadModel) else model
     if not isinstance(decoder, TritonDecoder):
         if dtype == "fp8":
             raise ModelLoadError("kv_dtype is fp8, which only the Triton kernels have; use int8")
         if dtype == "auto":
-            # Compiled attention is bound by the bytes it reads, and rounds more elsewhere.
+            # Compiled attention is bound by bandwidth, and 8-bit activations round more than this.
             dtype = "bfloat16" if isinstance(decoder, NativeDecoder) else "float32"
         return KvCache(config, num_blocks, block_size, dtype)
     is_cuda = decoder.device.type == "cuda"
@@ -178,7 +229,7 @@ def make_cache(
 
 
 def _make_triton(
-    config: ModelConfig, weights: Mapping[str, Weight], options: ModelOptions, max_context: int
+    config: ModelConfig, weights: Mapping[str, Weight], options: RunnerOptions, max_context: int
 ) -> tuple[Model, str]:
     is_cuda = not is_interpreted()
     group = options.group
@@ -220,7 +271,7 @@ def _device(*, is_cuda: bool) -> torch.device:
 
 
 def check_float8(what: str, form: str, *, is_cuda: bool) -> None:
-    """Raises ValueError where ``what`` is to be kept as 8-bit floats and the card has none."""
+    """Raises ValueError if ``what`` is to be stored in FP8 and the GPU does not support it."""
     if form != "fp8" or not is_cuda:
         return
     capability = torch.cuda.get_device_capability()
@@ -237,8 +288,8 @@ def default_native_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "parley" / "native"
 
 
-def _native_library(config: ModelConfig, options: ModelOptions) -> Library:
-    """Raises NativeUnavailableError with the reason why torch is to be taken."""
+def _native_library(config: ModelConfig, options: RunnerOptions) -> Library:
+    """The compiled library. Raises NativeUnavailableError if torch has to be used instead."""
     if options.weight_format != "auto":
         raise NativeUnavailableError(f"weight format {options.weight_format} is torch's")
     reason = unsupported_reason(config)

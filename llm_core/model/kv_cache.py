@@ -1,11 +1,10 @@
-"""Keys and values of all layers, in one pool of fixed-size blocks of positions.
+"""The paged KV cache: keys and values of all layers in one pool of fixed-size blocks.
 
-    data   [num_layers, 2 * num_kv_heads, num_blocks * block_size, head_dim]   key heads, then value
+    data   [num_layers, 2 * num_kv_heads, num_blocks * block_size, head_dim]   key heads first
     scales [num_layers, 2 * num_kv_heads, num_blocks * block_size]             int8 and fp8 only
 
-Neighbouring blocks are neighbours in memory, so a sequence whose blocks are numbered one after
-another is a single view. What a segment attends to is handed out as such views, one a contiguous
-run of blocks; a sequence's past is never copied.
+Blocks with consecutive ids are adjacent in memory, so a run of such blocks is a single view. The
+torch decoder attends to one view per contiguous run; cached positions are never copied.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ class Segmented(Protocol):
 
 
 class KvCache:
-    """The memory is reserved at once but becomes resident only where positions are written.
+    """A pool of ``num_blocks`` blocks. Memory is reserved at once and resident once written.
 
-    int8: each head of each position has its own scale, its largest magnitude / 127, so an outlier
-    spoils nothing but its own 2 * head_dim numbers (KIVI and others; here symmetric, per token).
-    fp8 (e4m3) likewise, with 448 for 127; only the GPU's kernels write and read it.
+    int8: symmetric, with one scale per head and position (largest magnitude / 127), so an outlier
+    affects only its own head and position. fp8 (e4m3): likewise with 448; GPU kernels only.
     """
 
     def __init__(
@@ -65,15 +63,15 @@ class KvCache:
     def num_bytes(
         config: ModelConfig, num_blocks: int, block_size: int = 16, dtype: KvDtype = "float32"
     ) -> int:
-        """What a cache of this size reserves."""
+        """Bytes that a cache of this size reserves."""
         per_head = config.head_dim * DTYPES[dtype].itemsize + (4 if dtype in _SCALED else 0)
         return config.num_layers * 2 * config.num_kv_heads * per_head * num_blocks * block_size
 
     def positions(self, batch: Segmented) -> torch.Tensor:
-        """int64 [T]: where in the pool each row of ``batch`` is kept."""
+        """Pool positions of all rows of ``batch``, int64 [T]."""
         return torch.tensor(
             [
-                self._place(segment.block_ids, at)
+                self._slot(segment.block_ids, at)
                 for segment in batch.segments
                 for at in range(segment.start, segment.end)
             ],
@@ -81,7 +79,7 @@ class KvCache:
         )
 
     def write(self, layer: int, positions: torch.Tensor, key_value: torch.Tensor) -> None:
-        """Keeps key_value float32 [2 * num_kv_heads, T, head_dim] at ``positions`` [T]."""
+        """Stores key_value float32 [2 * num_kv_heads, T, head_dim] at pool ``positions`` [T]."""
         if self._layer_scales is None:
             self._layers[layer].index_copy_(1, positions, key_value.to(self.data.dtype))
             return
@@ -96,30 +94,30 @@ class KvCache:
         return tuple(zip(*(self._views(start, stop) for start, stop in places), strict=True))
 
     def copy_rows(self, src_block: int, dst_block: int, num_rows: int) -> None:
-        """The first ``num_rows`` positions of one block over those of another."""
+        """Copies the first ``num_rows`` positions of one block to another."""
         src, dst = src_block * self.block_size, dst_block * self.block_size
         for pool in self._pools():
             pool[:, :, dst : dst + num_rows] = pool[:, :, src : src + num_rows]
 
     def move_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[int]) -> None:
-        """Makes accepted rows of a tree consecutive: what is kept at position start + rows[i] of
-        the sequence in ``block_ids`` goes to start + i. ``rows`` ascend."""
+        """Compacts the accepted rows of a tree: moves position start + rows[i] of the sequence in
+        ``block_ids`` to start + i. ``rows`` must be ascending."""
         moves = [(start + row, start + i) for i, row in enumerate(rows) if row != i]
         if not moves:
             return
         src, dst = (
-            torch.tensor([self._place(block_ids, at) for at in side], device=self.data.device)
+            torch.tensor([self._slot(block_ids, at) for at in side], device=self.data.device)
             for side in zip(*moves, strict=True)
         )
         for pool in self._pools():
             pool.index_copy_(2, dst, pool.index_select(2, src))
 
     def _pools(self) -> list[torch.Tensor]:
-        """What moves with a position; as bytes where torch cannot index the dtype."""
+        """Data and scales, as bytes if torch cannot index the dtype."""
         data = self.data.view(torch.uint8) if self.data.dtype == DTYPES["fp8"] else self.data
         return [data] if self.scales is None else [data, self.scales]
 
-    def _place(self, block_ids: Sequence[int], at: int) -> int:
+    def _slot(self, block_ids: Sequence[int], at: int) -> int:
         return block_ids[at // self.block_size] * self.block_size + at % self.block_size
 
     def _views(self, start: int, stop: int) -> Iterator[KvRun]:
@@ -135,7 +133,7 @@ class KvCache:
 def contiguous_runs(
     block_ids: Sequence[int], block_size: int, first: int, end: int
 ) -> list[tuple[int, int]]:
-    """Pool positions [start, stop) that hold positions [first, end), as few pieces as possible."""
+    """Pool positions [start, stop) of positions [first, end), in as few ranges as possible."""
     runs: list[tuple[int, int]] = []
     for index in range(first // block_size, (end - 1) // block_size + 1):
         start = block_ids[index] * block_size

@@ -1,7 +1,7 @@
-"""The decoder as one call of compiled code a step: same weights, same results, no Python inside.
+"""The compiled decoder: one call of the C library per step.
 
-Weights become packed codes of 4 or 8 bits with a scale for 32 inputs; those that are stored as
-floats are rounded to 8 bits. Activations are rounded to 8 bits at each product, as llama.cpp does.
+Weights are packed as 4- or 8-bit codes with a scale per 32 inputs; weights stored as floats are
+quantised to 8 bits. Activations are quantised to 8 bits at each product, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,42 +14,49 @@ import torch
 
 from kernels.native import Library, PackedMatrix
 from kernels.native import library as native
-from llm_core.batch import MAXIMUM_LEN, ForwardBatch, ForwardResult, Segment
+from kernels.native.library import Result
+from llm_core.batch import MAXIMA_BLOCK, ForwardBatch, ForwardResult, Segment
 from llm_core.config import ModelConfig
 from llm_core.model.kv_cache import KvCache
 from llm_core.model.rope import rope_tables
 from llm_core.quant import Weight, pack_gated, pack_stacked, to_float, to_grouped
 
-_MAX_GROUP_SIZE = 48  # query heads of one key/value head: MAX_QUERIES of attention.c
 _CACHE_TYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.int8: native.INT8}
 _FLOAT_TYPES = {torch.float32: native.F32, torch.bfloat16: native.BF16, torch.float16: native.F16}
 _ERRORS = {
-    1: "no memory for the step's buffers",
-    2: "a token id is outside the vocabulary",
-    3: "a logit row is outside the batch",
-    4: "a block id is outside the KV pool",
-    5: "a segment is empty, beyond the context, or the row counts disagree",
-    6: "a feature layer is outside the model",
-    7: f"a tree has more than {native.MAX_TREE_ROWS} rows, or a row's parent is not before it",
+    Result.NO_MEMORY: "no memory for the step's buffers",
+    Result.BAD_TOKEN: "a token id is outside the vocabulary",
+    Result.BAD_LOGIT_ROW: "a logit row is outside the batch",
+    Result.BAD_BLOCK: "a block id is outside the KV pool",
+    Result.BAD_SEGMENT: "a segment is empty, beyond the context, or the row counts disagree",
+    Result.BAD_AUX_LAYER: "a feature layer is outside the model",
+    Result.BAD_TREE: (
+        f"a tree has more than {native.MAX_TREE_ROWS} rows, or a row's parent is not before it"
+    ),
 }
 
 
 def unsupported_reason(config: ModelConfig) -> str | None:
-    """Why the compiled decoder cannot run a model of this shape; None if it can."""
+    """The reason why the compiled decoder cannot run a model of this shape; None if it can."""
     if config.head_dim % 8 != 0:
         return f"head_dim {config.head_dim} is not a multiple of 8"
-    if config.group_size > _MAX_GROUP_SIZE:
-        return f"{config.group_size} query heads share a key/value head, at most {_MAX_GROUP_SIZE}"
+    if config.group_size > native.MAX_QUERIES:
+        return (
+            f"{config.group_size} query heads share a key/value head, at most {native.MAX_QUERIES}"
+        )
     return None
 
 
 class SegmentArrays:
-    """Segments as the C code reads them: the addresses of ``fields`` int32 [S, 5], ``parents`` of
-    all rows, and ``block_ids`` of all, valid as long as this object. Raises IndexError where their
-    numbers do not fit."""
+    """Segments of a batch as C arrays; the addresses are valid as long as this object.
+
+    ``segments``: pn_segment [num_segments]; ``parents``: int32 [num_rows]; ``block_ids``: int32, of
+    all segments one after another.
+    """
 
     def __init__(self, segments: Sequence[Segment], block_size: int, num_more: int = 0) -> None:
-        """``num_more`` positions behind each segment's end must be in its blocks too."""
+        """Each segment's blocks must hold ``num_more`` positions after its end. Raises IndexError
+        for too few blocks, or a tree whose number of parents differs from its length."""
         fields: list[int] = []
         block_ids: list[int] = []
         parents: list[int] = []
@@ -58,19 +65,20 @@ class SegmentArrays:
                 raise IndexError(f"{segment} has too few blocks for its positions")
             if segment.parents is not None and len(segment.parents) != segment.length:
                 raise IndexError(f"{segment} is a tree of another number of rows")
+            # In the order of native.Segment, whose constructor would take three times as long.
             fields += [segment.start, segment.length, len(block_ids), segment.is_tree]
             fields.append(segment.skipped)
             block_ids += segment.block_ids
             parents += segment.parents or range(-1, segment.length - 1)
-        # One array, and not of numpy: a step makes it anew, with caches that are cold.
+        # A single array, and not numpy's: it is built anew, with cold caches, in every step.
         self._numbers = array("i", fields + parents + block_ids)
-        self.fields = self._numbers.buffer_info()[0]
-        self.parents = self.fields + self._numbers.itemsize * len(fields)
+        self.segments = self._numbers.buffer_info()[0]
+        self.parents = self.segments + self._numbers.itemsize * len(fields)
         self.block_ids = self.parents + self._numbers.itemsize * len(parents)
 
 
 def cache_struct(cache: KvCache) -> native.Cache:
-    """The cache as the C code sees it."""
+    """The pn_cache of ``cache``, which must outlive it."""
     return native.Cache(
         cache.data.data_ptr(),
         None if cache.scales is None else cache.scales.data_ptr(),
@@ -81,13 +89,14 @@ def cache_struct(cache: KvCache) -> native.Cache:
 
 
 def raise_if_failed(result: int) -> None:
-    """Raises MemoryError or IndexError for a pn_result that is not PN_DONE."""
-    if result != 0:
-        raise (MemoryError if result == 1 else IndexError)(_ERRORS[result])
+    """Raises MemoryError or IndexError for a pn_result other than PN_OK."""
+    if result != Result.OK:
+        error = MemoryError if result == Result.NO_MEMORY else IndexError
+        raise error(_ERRORS[Result(result)])
 
 
 class NativeDecoder:
-    """``Decoder`` in compiled code. ``weights`` is read once, entry by entry, and not kept."""
+    """``TorchDecoder`` in compiled code. ``weights`` is read once, entry by entry, and not kept."""
 
     def __init__(
         self,
@@ -98,27 +107,27 @@ class NativeDecoder:
         num_threads: int,
         max_context: int,
     ) -> None:
-        """The caller has asked ``unsupported_reason``. Raises ValueError for weights that are not
-        finite, MemoryError, NativeUnavailableError if threads cannot be started."""
+        """``unsupported_reason(config)`` must be None. Raises ValueError for weights that are not
+        finite, MemoryError, and NativeUnavailableError if threads cannot be started."""
         reason = unsupported_reason(config)
         assert reason is None, reason
         self.config = config
         self.library = library
         self._functions = library.functions
         self._session = None
-        self._taps = array("i")
+        self._feature_layers = array("i")
         self._cache: tuple[KvCache, native.Cache] | None = None
-        self._num_maxima = -(-config.vocab_size // MAXIMUM_LEN)
-        assert MAXIMUM_LEN == native.MAXIMUM_LEN
-        self._tensors: list[torch.Tensor] = []  # what the structures point at
+        self._num_blocks = -(-config.vocab_size // MAXIMA_BLOCK)
+        assert MAXIMA_BLOCK == native.MAXIMA_BLOCK
+        self._tensors: list[torch.Tensor] = []  # referenced by the structures
         self._matrices: list[PackedMatrix] = []
         self.pool = library.pool(num_threads)
         self._memory = library.memory()
         tables = rope_tables(config, max_context)
         rotations = [self._floats(torch.view_as_real(table)) for table in tables.tables]
         self._layers = (native.Layer * config.num_layers)()
-        # Embedding and head come first: the largest matrices are there twice while they are packed,
-        # which costs nothing while the layers are not there yet.
+        # Embedding and head come first: a matrix exists twice while it is packed, and the largest
+        # ones do not raise the peak of memory as long as no layers are packed.
         self.struct = self._make_model(weights, max_context)
         for index in range(config.num_layers):
             self._fill_layer(weights, index)
@@ -134,16 +143,16 @@ class NativeDecoder:
 
     @property
     def weight_format(self) -> str:
-        """What the layers' weights and the head are packed as."""
+        """Formats of the packed layers and head, such as ``int4+int8 head``."""
         bits = {m.struct.bits for m in self._matrices[-4 * self.config.num_layers :]}
         layers = "/".join(f"int{b}" for b in sorted(bits))
         head = f"int{self.struct.head.bits}"
         return layers if layers == head else f"{layers}+{head} head"
 
     def set_feature_layers(self, layers: tuple[int, ...]) -> None:
-        """See ``model_choice.Model``."""
+        """See ``backend.Model``."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), "no such layer"
-        self._taps = array("i", layers)
+        self._feature_layers = array("i", layers)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Logits of ``batch.logit_rows``, features of all rows; writes their keys and values.
@@ -156,32 +165,32 @@ class NativeDecoder:
         num_rows, hidden_size = token_ids.shape[0], self.config.hidden_size
         num_logits = logit_rows.shape[0]
         logits = torch.empty(num_logits, self.config.vocab_size)
-        maxima = torch.empty(num_logits, self._num_maxima)
+        block_maxima = torch.empty(num_logits, self._num_blocks)
         features = None
         if self._cache is None or self._cache[0] is not cache:
             self._cache = cache, cache_struct(cache)
-        if batch.wants_features and len(self._taps):
-            features = torch.empty(num_rows, len(self._taps) * hidden_size)
+        if batch.wants_features and len(self._feature_layers):
+            features = torch.empty(num_rows, len(self._feature_layers) * hidden_size)
         call = native.Batch(
             token_ids=token_ids.data_ptr(),
             logit_rows=logit_rows.data_ptr(),
-            segments=segments.fields,
+            segments=segments.segments,
             parents=segments.parents,
             block_ids=segments.block_ids,
-            taps=self._taps.buffer_info()[0],
+            aux_layers=self._feature_layers.buffer_info()[0],
             logits=logits.data_ptr(),
             features=None if features is None else features.data_ptr(),
-            maxima=maxima.data_ptr(),
+            block_maxima=block_maxima.data_ptr(),
             num_rows=num_rows,
             num_logits=num_logits,
             num_segments=len(batch.segments),
-            num_taps=0 if features is None else len(self._taps),
+            num_aux_layers=0 if features is None else len(self._feature_layers),
         )
         raise_if_failed(self._functions.pn_forward(self._session, self._cache[1], call))
-        return ForwardResult(logits, features, maxima=maxima)
+        return ForwardResult(logits, features, block_maxima=block_maxima)
 
     def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [N, hidden_size]: rows of the output head, as they are packed."""
+        """float32 [N, hidden_size]: dequantised rows of the output head."""
         rows = torch.empty(token_ids.shape[0], self.config.hidden_size)
         for row, token in zip(rows, token_ids.tolist(), strict=True):
             assert 0 <= token < self.config.vocab_size
@@ -189,12 +198,13 @@ class NativeDecoder:
         return rows
 
     def start_profile(self) -> None:
-        """From now on time is added up by kind of phase; reading the clock costs some 20 us."""
+        """Starts measuring the time of phases, which costs some 20 us per step."""
         self._profile = self._functions.pn_session_profile(self._session, 1)
 
     def profile_us(self) -> dict[str, float]:
-        """Microseconds by kind of phase since ``start_profile``, of those that ran."""
-        times = {name: self._profile[i] / 1e3 for i, name in enumerate(native.PHASE_KINDS)}
+        """Microseconds by kind of phase since ``start_profile``, for the kinds that ran."""
+        names = self.library.phase_names()
+        times = {name: self._profile[i] / 1e3 for i, name in enumerate(names)}
         return {name: time for name, time in times.items() if time > 0}
 
     def __del__(self) -> None:
@@ -267,7 +277,7 @@ class NativeDecoder:
         return matrix
 
     def _floats(self, values: torch.Tensor) -> int:
-        """The address of ``values`` in float32, kept as long as this object."""
+        """The address of ``values`` in float32, valid as long as this object."""
         kept = values.float().contiguous()
         self._tensors.append(kept)
         return kept.data_ptr()

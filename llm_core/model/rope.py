@@ -1,9 +1,8 @@
-"""Rotary position embedding: the tables of rotations, and which of them a layer uses.
+"""Tables of rotary position embeddings (Su et al. 2021), with the common context extensions.
 
-Su et al. 2021, with the scalings by which contexts were lengthened. A table is complex64
-[num_positions, 1, head_dim / 2]; entry (p, j) turns values (2j, 2j + 1) of a head at position p.
-Its magnitude is 1, or the attention factor of YaRN and LongRoPE, which so reaches queries and keys.
-Pairs beyond ``rotary_dim`` hold 1 and turn nothing.
+A table is complex64 [num_positions, 1, head_dim / 2]; entry (p, j) rotates the dimensions
+(2j, 2j + 1) of a head at position p. Its magnitude is 1, or the attention factor of YaRN or
+LongRoPE, which thereby multiplies queries and keys. Pairs beyond ``rotary_dim`` are 1.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CHUNK_LEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
-    """The distinct tables of a model, and for each layer the index of the one it uses."""
+    """The distinct tables of a model, and the index of each layer's table."""
 
     tables: tuple[torch.Tensor, ...]
     layer_table: tuple[int, ...]
@@ -41,8 +40,8 @@ class RopeTables:
 def rope_tables(config: ModelConfig, num_positions: int) -> RopeTables:
     """The tables for positions [0, num_positions).
 
-    LongRoPE's choice between short and long factors is made here, once, by ``num_positions``:
-    cached keys could not follow a change when a sequence grows.
+    LongRoPE's short or long factors are selected once, by ``num_positions``: cached keys could not
+    be updated when a sequence grows.
     """
     main = _table(config, num_positions, config.rope_theta, config.rope_scaling)
     if config.local_rope_theta is None or not any(config.layer_is_sliding):
@@ -54,7 +53,7 @@ def rope_tables(config: ModelConfig, num_positions: int) -> RopeTables:
 def _table(
     config: ModelConfig, num_positions: int, theta: float, scaling: RopeScaling | None
 ) -> torch.Tensor:
-    """Computed in float64 and rounded once, some positions at a time."""
+    """Computed in float64 in chunks of positions, and rounded once."""
     rotary_dim = config.num_rotated
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     frequencies, magnitude = _scaled(theta**-exponents, theta, scaling, num_positions)
@@ -70,7 +69,7 @@ def _table(
 def _scaled(
     frequencies: torch.Tensor, theta: float, scaling: RopeScaling | None, num_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """(frequencies in radians a position, magnitude) after ``scaling``."""
+    """(frequencies in radians per position, magnitude) after ``scaling``."""
     if isinstance(scaling, LinearRope):
         return frequencies / scaling.factor, 1.0
     if isinstance(scaling, FrequencyFactors):
@@ -87,7 +86,7 @@ def _scaled(
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Rope) -> torch.Tensor:
-    """Blended by how many turns a frequency makes within the original context."""
+    """Blends by the number of rotations of a frequency within the original context."""
     num_turns = frequencies * scaling.original_context_len / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_share = ((num_turns - low) / (high - low)).clamp(0, 1)
@@ -95,7 +94,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Rope) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: YarnRope) -> torch.Tensor:
-    """A linear ramp over dimensions, from kept (beta_fast turns and more) to interpolated."""
+    """A linear ramp over dimensions, from kept (beta_fast rotations or more) to interpolated."""
     num_pairs = frequencies.shape[0]
 
     def pair_with_turns(num_turns: float) -> float:

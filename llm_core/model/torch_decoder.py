@@ -1,11 +1,11 @@
-"""The decoder: one, configurable, for all model families.
+"""The decoder in torch, for all model families.
 
-Pre-norm, RoPE, grouped queries, a gated feed-forward; and where ``ModelConfig`` says so: biases and
-norms on queries and keys, norms after each block, sliding windows, soft caps, a scaled embedding.
+Pre-norm, RoPE, grouped-query attention, gated feed-forward; depending on ``ModelConfig`` also
+biases, norms on queries and keys, post-norms, sliding windows, soft caps and a scaled embedding.
 
-Rows of all segments go through every matmul together; only attention looks at segments. Query,
-key and value projections are one matmul, and so are gate and up: at one row each operation costs
-microseconds of dispatch.
+The rows of all segments share every matrix product; only attention is per segment. Query, key and
+value projections are one product, and so are gate and up, since dispatching an operation takes
+microseconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Visible:
-    """What one segment's rows attend to: for each layer the cached runs, and the mask over them."""
+    """The cached runs that a segment attends to, for each layer, and the mask over them."""
 
     runs: tuple[tuple[KvRun, ...], ...]
     mask: torch.Tensor | None
@@ -44,8 +44,8 @@ class _Visible:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One segment of a batch: its rows, and what they see in a layer with and without a window
-    (None where no layer is of that kind)."""
+    """One segment of a batch: its rows, and the positions they see in layers with full and with
+    sliding-window attention (None if the model has no such layers)."""
 
     rows: slice
     full: _Visible | None
@@ -54,7 +54,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What attention needs of a batch: where its rows are kept, int64 [T], and what they see."""
+    """A batch as attention needs it: pool positions of its rows, int64 [T], and its segments."""
 
     cache: KvCache
     positions: torch.Tensor
@@ -97,7 +97,7 @@ def _norm(backend: Backend, config: ModelConfig, weight: Weight) -> Norm:
 
 
 def _rotations(table: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The rows of a RoPE table for the places in the text of a segment's rows."""
+    """The rows of a RoPE table for a segment."""
     first = segment.start + segment.skipped
     if segment.parents is None:
         return table[first : first + segment.length]
@@ -105,7 +105,7 @@ def _rotations(table: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 class TorchDecoder:
-    """Weights in place, ready to run. ``weights`` is read once, entry by entry, and not kept."""
+    """A ``backend.Model`` in torch. ``weights`` is read once, entry by entry, and not kept."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class TorchDecoder:
         self.config = config
         self._backend = backend
         self._embedding = weights["embedding"]
-        # First: what packing the largest matrix takes is given back before the layers are there.
+        # The largest matrix first: packing it takes most memory, which is free before the layers.
         head = self._embedding if config.tie_embeddings else weights["head"]
         self._head = Linear(head, formats.head)
         del head
@@ -135,7 +135,7 @@ class TorchDecoder:
         self._feature_layers: tuple[int, ...] = ()
 
     def set_feature_layers(self, layers: tuple[int, ...]) -> None:
-        """See ``model_choice.Model``."""
+        """See ``backend.Model``."""
         assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
         self._feature_layers = layers
 
@@ -152,32 +152,34 @@ class TorchDecoder:
         ]
         hidden = self._embed(batch.token_ids)
         last_layer = len(self._layers) - 1
-        taps = self._feature_layers if batch.wants_features else ()
-        tapped: dict[int, torch.Tensor] = {}
-        # Beyond the last attention rows do not meet: there only those asked for go on.
-        all_go_on = any(layer >= last_layer for layer in taps)
+        feature_layers = self._feature_layers if batch.wants_features else ()
+        hidden_states: dict[int, torch.Tensor] = {}
+        # After the last attention rows are independent, so only the wanted ones are computed.
+        keeps_all_rows = any(layer >= last_layer for layer in feature_layers)
         for index, layer in enumerate(self._layers):
             qkv = layer.query_key_value(layer.attention_norm(hidden))
             table = rotations[self._ropes.layer_table[index]]
-            attended = self._attend(self._prepared(qkv, layer), table, step, index)
-            if index == last_layer and not all_go_on:
+            attended = self._attend(self._add_bias_and_norm(qkv, layer), table, step, index)
+            if index == last_layer and not keeps_all_rows:
                 attended = attended.index_select(0, batch.logit_rows)
                 hidden = hidden.index_select(0, batch.logit_rows)
             output = layer.attention_output(attended)
             hidden.add_(layer.attention_post_norm(output) if layer.attention_post_norm else output)
             output = layer.down(self._gated(layer.gate_up(layer.ffn_norm(hidden))))
             hidden.add_(layer.ffn_post_norm(output) if layer.ffn_post_norm else output)
-            if index in taps:
-                tapped[index] = hidden.clone()
+            if index in feature_layers:
+                hidden_states[index] = hidden.clone()
         normed = self._final_norm(hidden)
-        tapped[len(self._layers)] = normed
-        if all_go_on:
+        hidden_states[len(self._layers)] = normed
+        if keeps_all_rows:
             normed = normed.index_select(0, batch.logit_rows)
         logits = self._head(normed)
         cap = self.config.logit_softcap
         if cap is not None:
             logits.div_(cap).tanh_().mul_(cap)
-        features = torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+        features = None
+        if feature_layers:
+            features = torch.cat([hidden_states[layer] for layer in feature_layers], 1)
         return ForwardResult(logits, features)
 
     def _spans(self, batch: ForwardBatch, cache: KvCache) -> list[_Span]:
@@ -200,13 +202,13 @@ class TorchDecoder:
         return _Visible(cache.runs(segment.block_ids, first, segment.end), mask)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [T, hidden_size], a fresh tensor."""
+        """float32 [T, hidden_size], a new tensor."""
         embedded = float_rows(self._embedding, token_ids)
         scale = self.config.embedding_scale
         return embedded if scale == 1.0 else embedded.mul_(scale)
 
-    def _prepared(self, qkv: torch.Tensor, layer: _Layer) -> torch.Tensor:
-        """qkv [T, query_size + 2 * kv_size] with the biases and norms of ``layer``, in place."""
+    def _add_bias_and_norm(self, qkv: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        """Applies biases and norms of ``layer`` to qkv [T, query_size + 2 * kv_size], in place."""
         if layer.bias is not None:
             qkv.add_(layer.bias)
         if layer.query_norm and layer.key_norm:
@@ -220,7 +222,7 @@ class TorchDecoder:
     def _attend(
         self, qkv: torch.Tensor, rotations: torch.Tensor, step: _Step, layer: int
     ) -> torch.Tensor:
-        """qkv [T, query_size + 2 * kv_size] -> attention's result [T, query_size]."""
+        """qkv [T, query_size + 2 * kv_size] -> attention output [T, query_size]."""
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         # heads of a row: | query: num_heads | key: num_kv_heads | value: num_kv_heads |
@@ -232,7 +234,7 @@ class TorchDecoder:
         is_windowed = config.window_of(layer) is not None
         for span in step.spans:
             visible = span.windowed if is_windowed else span.full
-            assert visible is not None, "spans are made for every kind of layer that there is"
+            assert visible is not None, "every kind of layer has its spans"
             self._backend.attention_(
                 query[span.rows],
                 visible.runs[layer],

@@ -1,5 +1,6 @@
-"""TODO llm_core/sampling."""
+"""Sampling of tokens, log-probabilities, and validation of sampling parameters."""
 
+from kernels.philox import uniform
 from llm_core.sampling.logprobs import LogprobTrack
 from llm_core.sampling.native_sampler import NativeSampler
 from llm_core.sampling.sampler import (
@@ -7,11 +8,10 @@ from llm_core.sampling.sampler import (
     ChunkRow,
     FloatRow,
     IdRow,
+    SamplerBackend,
     SamplerState,
-    TokenDrawer,
     candidates,
     sample_row,
-    uniform,
 )
 from llm_core.sampling.validation import validate_params
 
@@ -22,8 +22,8 @@ __all__ = [
     "IdRow",
     "LogprobTrack",
     "NativeSampler",
+    "SamplerBackend",
     "SamplerState",
-    "TokenDrawer",
     "candidates",
     "sample_row",
     "uniform",

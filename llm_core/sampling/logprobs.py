@@ -1,8 +1,8 @@
-"""Log-probabilities of a reply's tokens, given out with the text that they make.
+"""Log-probabilities of generated tokens, released together with their text.
 
-Text is held back while it may be the beginning of a stop string or half a character, so a token and
-its text can come at different times, and a token may never be shown at all. Each token remembers
-where its text begins, and comes with the delta that reaches beyond that.
+Text is withheld while it may be the start of a stop string or part of a character, so a token is
+sampled before its text is released, and some text is never released. Each token remembers where
+its text starts, and is released with the first delta that goes beyond that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llm_core.sampling.sampler import FloatRow
 
 
 class LogprobTrack:
-    """The tokens of one generation whose text is not given out yet (bounded by what a
-    detokenizer holds back: one stop string or one character)."""
+    """The tokens of one generation whose text is not yet released (at most what the detokenizer
+    withholds: one stop string or one character)."""
 
     def __init__(self, token_bytes: Sequence[bytes], num_top: int) -> None:
         self._token_bytes = token_bytes
@@ -26,13 +26,13 @@ class LogprobTrack:
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
 
     def add(self, row: FloatRow, token_id: int, start: int) -> None:
-        """A chosen token, its logits float32 [vocab], and the character where its text begins."""
+        """Adds a sampled token, its logits float32 [vocab], and the text offset where it starts."""
         if self._token_bytes[token_id]:
             entry = token_logprob(row, token_id, self._num_top, self._token_bytes)
             self._waiting.append((start, entry))
 
     def take(self, given_len: int) -> tuple[TokenLogprob, ...]:
-        """Those whose text begins within the first ``given_len`` characters, in order, once."""
+        """Removes and returns the tokens whose text starts before offset ``given_len``."""
         taken = []
         while self._waiting and self._waiting[0][0] < given_len:
             taken.append(self._waiting.popleft()[1])
@@ -42,7 +42,7 @@ class LogprobTrack:
 def token_logprob(
     row: FloatRow, token_id: int, num_top: int, token_bytes: Sequence[bytes]
 ) -> TokenLogprob:
-    """What the distribution of logits float32 [vocab] says of ``token_id`` and of the best."""
+    """Log-probability of ``token_id`` and of the ``num_top`` best, by logits float32 [vocab]."""
     best = float(row.max())
     total = best + float(np.log(np.exp(row - np.float32(best)).sum(dtype=np.float64)))
     top: list[Alternative] = []

@@ -1,4 +1,4 @@
-"""Whether sampling parameters can be served, before anything is done for them."""
+"""Validation of sampling parameters, before a request is admitted."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from llm_core.config import ModelConfig
 from llm_core.loading.gguf.container import read_metadata
 from llm_core.loading.gguf.model import open_gguf_model
 from llm_core.messages import EngineConfig
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.quant.formats import BlockTensor, to_float
 from llm_core.tokenizer.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ def test_random_models_equal_transformers(config: ModelConfig) -> None:
     weights = random_weights(config, seed=7)
     tokens = random_tokens(config, config.context_len)
     theirs = their_logits(transformers_llama(config, weights), tokens)
-    runner = ModelRunner(config, weights, weight_format="float32")
+    runner = ModelRunner(config, weights, RunnerOptions(weight_format="float32"))
     assert max_difference(run_chunk(runner, tokens), theirs) < 1e-4
     steps = [run_chunk(runner, tokens[i : i + 1], start=i) for i in range(40)]
     assert max_difference(torch.cat(steps), theirs[:40]) < 1e-4

@@ -9,7 +9,7 @@ import torch
 
 from kernels.gpu import load_ops
 from llm_core.batch import ForwardBatch, ForwardResult
-from llm_core.model.backend import Model, TokenChooser
+from llm_core.model.backend import DeviceSampler, Model
 from llm_core.model.kv_cache import KvCache
 from llm_core.model.runner import ModelRunner
 
@@ -33,7 +33,7 @@ class LateStep:
 
 
 class LateModel:
-    """``TokenChooser`` around another model. Fails where a row's token is one that the host could
+    """``DeviceSampler`` around another model. Fails where a row's token is one that the host could
     not know and that no step before chose, and where more than two steps are in flight."""
 
     def __init__(self, model: Model) -> None:
@@ -44,7 +44,7 @@ class LateModel:
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._vocab_size = 0
 
-    def choose_below(self, vocab_size: int) -> None:
+    def set_vocab_size(self, vocab_size: int) -> None:
         assert not self.in_flight
         self._vocab_size = vocab_size
 
@@ -80,5 +80,5 @@ def make_late(runner: ModelRunner) -> LateModel:
     """Lets a runner's model be late."""
     model = LateModel(runner._model)
     runner._model = model
-    assert isinstance(model, TokenChooser) and runner.chooses_tokens
+    assert isinstance(model, DeviceSampler) and runner.samples_on_device
     return model

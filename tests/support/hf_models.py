@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from llm_core.loading.hf.model import open_hf_model
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from tests.support.random_llama import run_chunk
 
@@ -63,7 +64,9 @@ def their_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def our_runner(directory: Path, **options: Any) -> ModelRunner:
     """The model in ``directory``, in float32."""
     with open_hf_model(directory) as model:
-        return ModelRunner(model.config, model.weights, **({"num_blocks": 16} | options))
+        return ModelRunner(
+            model.config, model.weights, RunnerOptions(**{"num_blocks": 16} | options)
+        )
 
 
 def our_logits(directory: Path, ids: torch.Tensor, **options: Any) -> torch.Tensor:

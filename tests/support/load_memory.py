@@ -13,6 +13,7 @@ PROGRAM = """
 import ctypes, gc, json, sys
 from pathlib import Path
 from llm_core.loading.model_weights import open_weights
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 
 def status_bytes(name):  # of this program's memory; ru_maxrss would count what forked it, too
@@ -21,10 +22,10 @@ def status_bytes(name):  # of this program's memory; ru_maxrss would count what 
 
 def load(path, weight_format, backend):
     with open_weights(path) as model:
-        return ModelRunner(
-            model.config, model.weights, weight_format=weight_format, model_backend=backend,
-            num_blocks=4, max_context=64
+        options = RunnerOptions(
+            backend=backend, weight_format=weight_format, num_blocks=4, max_context=64
         )
+        return ModelRunner(model.config, model.weights, options)
 
 def measured(path, weight_format, backend):
     gc.collect()

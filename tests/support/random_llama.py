@@ -9,6 +9,7 @@ import torch
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.config import ModelConfig, YarnRope
 from llm_core.loading.weights import weight_shapes
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 
 # Changes to ``tiny_config`` that make it a small one of each kind.
@@ -74,7 +75,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
 def tiny_runner(config: ModelConfig | None = None, **options: Any) -> ModelRunner:
     """A runner of a random model; float32 and room for two contexts unless told otherwise."""
     config = config or tiny_config()
-    return ModelRunner(config, random_weights(config), **options)
+    return ModelRunner(config, random_weights(config), RunnerOptions(**options))
 
 
 def blocks(number: int, config: ModelConfig | None = None) -> tuple[int, ...]:

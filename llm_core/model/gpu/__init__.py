@@ -1,1 +1,1 @@
-"""TODO llm_core/model/gpu."""
+"""The decoder on a GPU: packed steps, CUDA graphs, and the device's KV cache."""

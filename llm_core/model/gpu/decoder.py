@@ -140,13 +140,13 @@ class TritonDecoder:
         return sum(map(num_bytes, [*matrices, self._head]))
 
     def set_feature_layers(self, layers: tuple[int, ...]) -> None:
-        """See ``model_choice.Model``."""
+        """See ``backend.Model``."""
         assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
         self._feature_layers = layers
         self._record_again()  # what was recorded computes other features
 
-    def choose_below(self, vocab_size: int) -> None:
-        """See ``model_choice.TokenChooser``."""
+    def set_vocab_size(self, vocab_size: int) -> None:
+        """See ``backend.DeviceSampler``."""
         assert 0 < vocab_size <= self.config.vocab_size, "the tokenizer's words are the model's"
         if vocab_size != self._vocab_size:
             self._vocab_size = vocab_size
@@ -166,7 +166,7 @@ class TritonDecoder:
         return self.launch(batch, cache).result()
 
     def launch(self, batch: ForwardBatch, cache: KvCache) -> Launched:
-        """Begins ``forward``. See ``model_choice.TokenChooser``."""
+        """Begins ``forward``. See ``backend.DeviceSampler``."""
         step = self.pack(batch, cache)
         return self.fetch(step, batch.choices, self.run(step, cache))
 

@@ -45,14 +45,14 @@ class LeadModel:
         )
 
     def set_feature_layers(self, layers: tuple[int, ...]) -> None:
-        """See ``model_choice.Model``."""
+        """See ``backend.Model``."""
         self._tell(_Kind.TAPS, layers)
         self.decoder.set_feature_layers(layers)
 
-    def choose_below(self, vocab_size: int) -> None:
-        """See ``model_choice.TokenChooser``."""
+    def set_vocab_size(self, vocab_size: int) -> None:
+        """See ``backend.DeviceSampler``."""
         self._tell(_Kind.VOCAB, (vocab_size,))
-        self.decoder.choose_below(vocab_size)
+        self.decoder.set_vocab_size(vocab_size)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """See ``TritonDecoder``. Raises RuntimeError when a rank is gone."""
@@ -108,7 +108,7 @@ def follow(decoder: TritonDecoder, cache: GpuKvCache, group: RankGroup) -> None:
             elif kind is _Kind.TAPS:
                 decoder.set_feature_layers(tuple(numbers.tolist()))
             elif kind is _Kind.VOCAB:
-                decoder.choose_below(int(numbers[0]))
+                decoder.set_vocab_size(int(numbers[0]))
             else:
                 start, num_blocks, _, *rest = numbers.tolist()
                 cache.move_rows(rest[:num_blocks], start, rest[num_blocks:])

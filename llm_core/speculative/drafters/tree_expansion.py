@@ -62,7 +62,7 @@ def draw_odds(
     row: FloatRow, params: SamplingParams, fraction: float, nearness: Nearness
 ) -> tuple[IdRow | None, OddsRow]:
     """How likely each token is drawn by a target whose distribution is near that of logits float32
-    [vocab], by the rule of ``sampler.draw_token`` and the number ``fraction`` in [0, 1).
+    [vocab], by the rule of ``sampler.sample_token`` and the number ``fraction`` in [0, 1).
 
     Returns (ids int64 [n] ascending, or None for all; odds float64 [n], their sum 1): the share of
     each in the numbers around the given one, these weighed by exp(-distance / reach), and a little

@@ -152,7 +152,7 @@ class NativeHead:
             cache,
             segments,
             choices=choices,
-            fractions=fractions.buffer_info()[0],
+            u_values=fractions.buffer_info()[0],
             out_tokens=tokens.buffer_info()[0],
             out_probabilities=probabilities.buffer_info()[0],
             out_siblings=siblings.buffer_info()[0],
@@ -160,7 +160,7 @@ class NativeHead:
             num_siblings=num_siblings,
             out_lengths=lengths.buffer_info()[0],
             num_steps=num_steps,
-            guess_reach=OF_ANOTHER.reach,
+            u_bandwidth=OF_ANOTHER.reach,
         )
         trees = []
         for i, n in enumerate(lengths):
@@ -193,7 +193,7 @@ class NativeHead:
             features=states.data_ptr() if batch.is_real else None,
             states=None if batch.is_real else states.data_ptr(),
             output_rows=output_rows.data_ptr(),
-            segments=segments.fields,
+            segments=segments.segments,
             parents=segments.parents,
             block_ids=segments.block_ids,
             num_rows=token_ids.shape[0],
@@ -259,7 +259,7 @@ class NativeHead:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             inner_size=config.intermediate_size,
-            num_words=config.draft_vocab_size,
+            draft_vocab_size=config.draft_vocab_size,
             max_context=max_context,
             rms_eps=config.rms_eps,
             score_scale=self._layer.score_scale,

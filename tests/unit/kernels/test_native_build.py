@@ -1,8 +1,11 @@
-"""Building the compiled kernels: once for each machine, and a clear reason where it cannot be."""
+"""Building and loading the compiled kernels, and the reasons given if that fails."""
 
 from __future__ import annotations
 
 import logging
+import platform
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,11 @@ import torch
 from app.config import Settings
 from app.engine_options import engine_config
 from kernels.native import NativeUnavailableError, build
+from kernels.native.library import STRUCTURES
 from llm_core import EngineClient
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig
-from llm_core.model.backend import ModelOptions, default_native_cache_dir, make_model
+from llm_core.model.backend import RunnerOptions, default_native_cache_dir, make_model
 from llm_core.model.native_decoder import NativeDecoder
 from llm_core.model.runner import ModelRunner
 from llm_core.model.torch_decoder import TorchDecoder
@@ -35,7 +39,7 @@ def compiler(tmp_path: Path, script: str) -> str:
 
 def choose(backend: str, cache_dir: Path, **changes: object) -> tuple[object, str]:
     config = tiny_config()
-    options = ModelOptions(
+    options = RunnerOptions(
         backend=backend,  # type: ignore[arg-type]
         weight_format="auto",
         native_cache_dir=cache_dir,
@@ -133,7 +137,7 @@ def test_torch_by_choice_is_no_matter_for_a_warning(
 ) -> None:
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
         choose("auto", tmp_path, head_dim=6)  # what no compiler helps
-        make_model(tiny_config(), random_weights(tiny_config()), ModelOptions(backend="auto"), 64)
+        make_model(tiny_config(), random_weights(tiny_config()), RunnerOptions(backend="auto"), 64)
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
 
 
@@ -163,7 +167,7 @@ def test_native_is_chosen_where_it_can_run(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ModelLoadError, match="head_dim 6"):
         choose("native", native_cache_dir(), head_dim=6)
     with pytest.raises(ModelLoadError, match="float32"):
-        make_model(tiny_config(), {}, ModelOptions(backend="native"), 64)
+        make_model(tiny_config(), {}, RunnerOptions(backend="native"), 64)
 
 
 def test_auto_prefers_torch_over_portable_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +189,32 @@ def test_runner_takes_it_from_the_engine_configuration(tmp_path: Path) -> None:
     assert plain.info_fields["weight_format"] != "int8"
     with torch.inference_mode():
         assert isinstance(native._model, NativeDecoder)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_ctypes_fields_are_those_of_the_header_in_order(name: str) -> None:
+    """The load-time check of sizes cannot see two fields of one type that changed places."""
+    header = (build.SOURCE_DIR / "parley.h").read_text()
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    bodies = re.findall(r"typedef struct \{([^}]*)\} (\w+);", header)
+    (body,) = (body for body, of in bodies if of == name)
+    declarations = [part.strip() for part in body.split(";") if part.strip()]
+    fields = [
+        re.findall(r"\w+", declarator)[-1]
+        for declaration in declarations
+        for declarator in declaration.split(",")
+    ]
+    assert [field[0] for field in STRUCTURES[name]._fields_] == fields
+
+
+@pytest.mark.parametrize("flag", ["-march=haswell", "-march=x86-64", "-DPARLEY_SCALAR"])
+def test_sources_compile_without_warnings_for_other_cpus(tmp_path: Path, flag: str) -> None:
+    native_library("this CPU")  # skips without a compiler
+    if flag.startswith("-march") and platform.machine() != "x86_64":
+        pytest.skip("flags of x86")
+    sources = map(str, build.SOURCE_DIR.glob("*.c"))
+    command = [*build._compiler(), *build._FLAGS, "-O1", "-Werror", flag, *sources]
+    subprocess.run([*command, "-o", str(tmp_path / "parley.so")], check=True)
 
 
 def test_default_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ class FakeRunner:
     rows that are missing, stale or of another sequence fail; its logits follow from all tokens of
     the prefix."""
 
-    chooses_tokens = False
-    drawer = None
+    samples_on_device = False
+    sampler_backend = None
 
     def __init__(
         self,

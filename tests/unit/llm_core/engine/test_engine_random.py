@@ -29,6 +29,7 @@ from llm_core.messages import (
     RequestOptions,
     SamplingParams,
 )
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.scheduling.attention_window import AttentionWindow
 from llm_core.scheduling.sequence import TokenSequence
@@ -57,10 +58,10 @@ def runners() -> tuple[ModelRunner, ModelRunner, ModelRunner]:
     first whose tokens are known late."""
     config = tiny_config(vocab_size=len(TOKENS), context_len=150, hidden_size=32, num_heads=2)
     weights = random_weights(config)
-    crowded = ModelRunner(config, weights, num_blocks=16, block_size=8)
-    late = ModelRunner(config, weights, num_blocks=16, block_size=8)
+    crowded = ModelRunner(config, weights, RunnerOptions(num_blocks=16, block_size=8))
+    late = ModelRunner(config, weights, RunnerOptions(num_blocks=16, block_size=8))
     make_late(late)
-    return crowded, ModelRunner(config, weights, num_blocks=20, block_size=8), late
+    return crowded, ModelRunner(config, weights, RunnerOptions(num_blocks=20, block_size=8)), late
 
 
 @cache

@@ -24,6 +24,7 @@ from llm_core.messages import (
     SamplingParams,
     TextDelta,
 )
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from tests.support.random_llama import random_tokens, random_weights, tiny_config
 from tests.support.tiny_model import CONTROL, TEMPLATE, TOKENS, tiny_tokenizer, write_tiny_gguf
@@ -45,7 +46,9 @@ class _Told:
     """An engine, and what it has said to each request."""
 
     def __init__(self, backend: ModelBackend) -> None:
-        runner = ModelRunner(MODEL, random_weights(MODEL, 5), model_backend=backend, num_blocks=16)
+        runner = ModelRunner(
+            MODEL, random_weights(MODEL, 5), RunnerOptions(backend=backend, num_blocks=16)
+        )
         template = ChatTemplate(TEMPLATE, control_tokens=CONTROL)
         self.engine = Engine(runner, tiny_tokenizer(), template, overlap_steps=True)
         self.engine.scheduler.mixed_budget = 12  # a long prompt is read beside the others' tokens
@@ -54,7 +57,7 @@ class _Told:
         self.done: dict[int, str] = {}
         self.batches: list[tuple[int, ...]] = []
         self.logit_rows = 0
-        name = "launch" if runner.chooses_tokens else "forward"
+        name = "launch" if runner.samples_on_device else "forward"
         compute = getattr(runner, name)
 
         def watched(batch: ForwardBatch) -> object:

@@ -25,6 +25,7 @@ from llm_core.messages import (
     SamplingParams,
     TextDelta,
 )
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.scheduling.sequence import TokenSequence
 from tests.support.fake_device import LateModel, make_late
@@ -47,7 +48,9 @@ def runners() -> tuple[ModelRunner, ModelRunner, LateModel]:
         num_layers=1,
     )
     weights = random_weights(config)
-    plain, late = (ModelRunner(config, weights, num_blocks=26, block_size=8) for _ in range(2))
+    plain, late = (
+        ModelRunner(config, weights, RunnerOptions(num_blocks=26, block_size=8)) for _ in range(2)
+    )
     return plain, late, make_late(late)
 
 

@@ -20,6 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from llm_core.config import FrequencyFactors, LinearRope, LongRope, YarnRope
 from llm_core.loading.gguf.model import open_gguf_model
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.quant.gguf_blocks import BLOCK_BYTES, BlockKind, BlockTensor, block_len
 from tests.support.hf_models import random_ids, save_model, their_logits
@@ -80,7 +81,9 @@ def pairs(values: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
 
 def our_logits(path: Path, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     with open_gguf_model(path) as model:
-        runner = ModelRunner(model.config, model.weights, **({"num_blocks": 8} | options))
+        runner = ModelRunner(
+            model.config, model.weights, RunnerOptions(**{"num_blocks": 8} | options)
+        )
     return run_chunk(runner, ids)
 
 

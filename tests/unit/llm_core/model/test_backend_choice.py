@@ -14,7 +14,7 @@ from kernels import gpu
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig, ModelBackend
 from llm_core.model import backend as model_choice
-from llm_core.model.backend import check_float8, why_no_gpu
+from llm_core.model.backend import RunnerOptions, check_float8, why_no_gpu
 from llm_core.model.parallel import follower, launch
 from llm_core.model.parallel.launch import Followers
 from llm_core.model.runner import ModelRunner
@@ -31,7 +31,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(backend: ModelBackend, **options: object) -> ModelRunner:
     config = tiny_config()
-    return ModelRunner(config, random_weights(config), model_backend=backend, **options)  # type: ignore[arg-type]
+    return ModelRunner(config, random_weights(config), RunnerOptions(backend=backend, **options))  # type: ignore[arg-type]
 
 
 def test_without_a_gpu_auto_takes_the_cpu_and_says_why_in_one_line(
@@ -72,7 +72,7 @@ def test_a_machine_without_triton_runs_on_the_cpu(
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     assert why_no_gpu("auto") == "triton is not installed"
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
-        assert not make("auto", weight_format="float32").chooses_tokens
+        assert not make("auto", weight_format="float32").samples_on_device
     assert len(caplog.messages) == 1
     assert caplog.messages[0].endswith("; triton is not installed")
 

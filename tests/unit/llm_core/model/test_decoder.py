@@ -54,7 +54,7 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 def test_fast_kernels_equal_reference(config: ModelConfig) -> None:
     tokens = random_tokens(config, 23)
     fast = run_chunk(tiny_runner(config), tokens)
-    plain = run_chunk(tiny_runner(config, backend="reference"), tokens)
+    plain = run_chunk(tiny_runner(config, torch_kernels="reference"), tokens)
     torch.testing.assert_close(fast, plain, **TOLERANCE)
 
 
@@ -96,8 +96,8 @@ def test_scattered_blocks_equal_consecutive_ones(
 ) -> None:
     """Blocks in any order, with neighbours in between: runs are cut, results stay."""
     tokens = random_tokens(config, 50)
-    whole = run_chunk(tiny_runner(config, backend=backend), tokens)
-    runner = tiny_runner(config, backend=backend)
+    whole = run_chunk(tiny_runner(config, torch_kernels=backend), tokens)
+    runner = tiny_runner(config, torch_kernels=backend)
     parts, start = [], 0
     for length in chunks:
         ids = tokens[start : start + length]

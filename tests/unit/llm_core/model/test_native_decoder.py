@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.native import Library
-from llm_core.batch import MAXIMUM_LEN, ForwardBatch, Segment
+from llm_core.batch import MAXIMA_BLOCK, ForwardBatch, Segment
 from llm_core.config import KvDtype
 from llm_core.model.native_decoder import NativeDecoder, unsupported_reason
 from llm_core.quant.formats import Weight
@@ -197,9 +197,9 @@ def test_the_largest_of_each_64_logits_is_noted(
     rows = torch.arange(num_rows)
     segment = Segment(tuple(range(3)), 0, num_rows)
     result = pair.native.forward(ForwardBatch(rows, (segment,), rows), pair.caches[1])
-    assert result.maxima is not None
-    pieces = [piece.amax(1) for piece in result.logits.split(MAXIMUM_LEN, dim=1)]
-    assert torch.equal(result.maxima, torch.stack(pieces, 1))
+    assert result.block_maxima is not None
+    pieces = [piece.amax(1) for piece in result.logits.split(MAXIMA_BLOCK, dim=1)]
+    assert torch.equal(result.block_maxima, torch.stack(pieces, 1))
 
 
 def test_a_noted_maximum_is_nan_where_a_logit_is(library: Library) -> None:
@@ -211,8 +211,8 @@ def test_a_noted_maximum_is_nan_where_a_logit_is(library: Library) -> None:
     pair.native.struct.head = head
     batch = ForwardBatch(torch.tensor([1]), (Segment((0,), 0, 1),), torch.tensor([0]))
     result = pair.native.forward(batch, pair.caches[1])
-    assert result.maxima is not None
-    first, second, third = result.maxima[0].tolist()
+    assert result.block_maxima is not None
+    first, second, third = result.block_maxima[0].tolist()
     assert first == result.logits[0, :64].max() and second != second and third == float("inf")
 
 

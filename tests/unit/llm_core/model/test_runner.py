@@ -11,6 +11,7 @@ import torch
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig, ModelInfo
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from tests.support.random_llama import (
     blocks,
@@ -95,7 +96,7 @@ def test_max_context_cannot_exceed_the_models() -> None:
 def test_cache_larger_than_memory_is_refused_by_name() -> None:
     config = tiny_config(context_len=1 << 24)
     with pytest.raises(ModelLoadError, match=r"10000000 blocks of 16 positions needs .* GiB"):
-        ModelRunner(config, random_weights(config), num_blocks=10_000_000)
+        ModelRunner(config, random_weights(config), RunnerOptions(num_blocks=10_000_000))
 
 
 def test_unknown_weight_format_is_named() -> None:

@@ -13,7 +13,7 @@ from kernels.gpu import load_ops
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
 from llm_core.model import backend as model_choice
-from llm_core.model.backend import ModelOptions
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.gpu.decoder import TritonDecoder
 from llm_core.model.gpu.torch_parts import TorchParts
 from llm_core.model.kv_cache import KvCache
@@ -76,7 +76,7 @@ def test_without_a_compiler_loading_fails_and_says_why(monkeypatch: pytest.Monke
         TorchParts(CPU)
     monkeypatch.setattr(model_choice, "why_no_gpu", lambda backend: None)
     config = tiny_config()
-    options = ModelOptions(backend="triton", weight_format="auto", torch_compile=True)
+    options = RunnerOptions(backend="triton", weight_format="auto", torch_compile=True)
     with pytest.raises(ModelLoadError, match=r"torch\.compile does not work here") as error:
         model_choice.make_model(config, dict(random_weights(config)), options, 64)
     assert "long trace" not in str(error.value)

@@ -320,7 +320,7 @@ def test_tokens_are_chosen_and_fed_where_they_are(seed: int) -> None:
     weights = dict(random_weights(config, seed))
     reference, late = Pair(config, weights), Pair(config, weights, capture=RecordedRun)
     size = config.vocab_size - 3
-    late.triton.choose_below(size)
+    late.triton.set_vocab_size(size)
     tables = ((1, 3), (2, 5))
     tokens = torch.tensor([4, 7])
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from llm_core.messages import SamplingParams
-from llm_core.sampling.sampler import draw_token
+from llm_core.sampling.sampler import sample_token
 from llm_core.speculative.drafters.tree_expansion import OF_ANOTHER, draw_odds
 from tests.support.fake_drafter import OF_THE_TARGET
 
@@ -29,7 +29,7 @@ def test_are_a_distribution_over_what_can_be_drawn(params: SamplingParams) -> No
     for row, fraction in zip(rows(20), np.linspace(0.0, 0.999, 20), strict=True):
         ids, odds = draw_odds(row, params, float(fraction), OF_ANOTHER)
         assert odds.min() >= 0.0 and odds.sum() == pytest.approx(1.0)
-        drawn = draw_token(row, params, float(fraction))
+        drawn = sample_token(row, params, float(fraction))
         assert drawn in (range(len(row)) if ids is None else ids.tolist())
 
 
@@ -38,7 +38,7 @@ def test_are_the_mean_over_numbers_near_the_given_one(params: SamplingParams) ->
     """And a tenth of the token's own likelihood, which is its share of all numbers."""
     row, numbers = rows(1)[0], (np.arange(20_000) + 0.5) / 20_000
     softer = structs.replace(params, temperature=OF_ANOTHER.softness * params.temperature)
-    drawn = np.array([draw_token(row, softer, float(number)) for number in numbers])
+    drawn = np.array([sample_token(row, softer, float(number)) for number in numbers])
     for fraction in (0.0, 0.3, 0.77):
         weights = np.exp(-np.abs(numbers - fraction) / OF_ANOTHER.reach)
         weights = 0.9 * weights / weights.sum() + 0.1 / len(numbers)
@@ -54,7 +54,9 @@ def test_who_knows_the_distribution_knows_the_token() -> None:
         params = PARAMS[0]
         ids, odds = draw_odds(row, params, float(fraction), OF_THE_TARGET)
         best = int(odds.argmax())
-        assert (best if ids is None else int(ids[best])) == draw_token(row, params, float(fraction))
+        assert (best if ids is None else int(ids[best])) == sample_token(
+            row, params, float(fraction)
+        )
 
 
 def test_find_more_of_what_is_drawn_than_the_likeliest_do() -> None:
@@ -65,7 +67,7 @@ def test_find_more_of_what_is_drawn_than_the_likeliest_do() -> None:
     for row in rows(1500, 40):
         guessed = (row + dice.normal(0.0, 0.4, len(row))).astype(np.float32)
         fraction = float(dice.random())
-        drawn = draw_token(row, params, fraction)
+        drawn = sample_token(row, params, fraction)
         ids, odds = draw_odds(guessed, params, fraction, OF_ANOTHER)
         best = np.argsort(-odds)[:2]
         by_odds += drawn in (best if ids is None else ids[best])

@@ -15,26 +15,26 @@ from llm_core.errors import LlmError
 from llm_core.sampling.native_sampler import NativeSampler
 from llm_core.sampling.sampler import FloatRow, SamplerState, candidates, sample_row, uniform
 from tests.support.native_library import FORMS, native_library
-from tests.unit.llm_core.sampling.test_sampler import logits, noted, state
+from tests.unit.llm_core.sampling.test_sampler import block_maxima_of, logits, state
 
 _ROUNDING = 2e-5  # of a running sum in single precision
 
 
 @cache
-def drawer(form: str, size: int) -> NativeSampler:
+def native_sampler(form: str, size: int) -> NativeSampler:
     return NativeSampler(native_library(form), size)
 
 
-def assert_drawn(token: int, row: FloatRow, sampler: SamplerState, fraction: float) -> None:
-    """``token`` is where the running sum passes ``fraction``, within rounding."""
-    processed = sampler.penalise(row)
+def assert_sampled(token: int, row: FloatRow, sampler: SamplerState, u: float) -> None:
+    """``token`` is where the running sum passes ``u``, within rounding."""
+    processed = sampler.apply_penalties(row)
     ids, weights = candidates(processed, float(processed.max()), sampler.params)
     ids = np.arange(len(row)) if ids is None else ids
     order = np.argsort(ids)
     sums = np.cumsum(weights[order], dtype=np.float64) / weights.sum(dtype=np.float64)
     (at,) = np.flatnonzero(ids[order] == token)
     before = sums[at - 1] if at else 0.0
-    assert before - _ROUNDING <= fraction <= sums[at] + _ROUNDING
+    assert before - _ROUNDING <= u <= sums[at] + _ROUNDING
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -75,16 +75,16 @@ def test_every_option_with_ties_flat_and_steep_rows(
     sampler = state(size, (0,), repetition_penalty=repetition, **options, **others)
     for token in said:
         sampler.observe(token % size)
-    before, maxima = row.copy(), noted(row)
-    native = drawer(form, size)
+    before, maxima = row.copy(), block_maxima_of(row)
+    native = native_sampler(form, size)
     for position in range(4):
-        fraction = uniform(sampler.seed, position)
+        u = uniform(sampler.seed, position)
         wanted = sample_row(row, sampler, position)
-        token = native.draw(row, maxima, sampler, fraction)
+        token = native.sample(row, maxima, sampler, u)
         assert np.array_equal(row, before), "others tell the row's probabilities"
         if token != wanted:
             assert not sampler.is_greedy
-            assert_drawn(token, row, sampler, fraction)
+            assert_sampled(token, row, sampler, u)
         sampler.observe(token)
 
 
@@ -99,7 +99,15 @@ def test_frequencies_are_the_probabilities(form: str, params: dict[str, Any]) ->
     expected[slice(None) if ids is None else ids] = weights / weights.sum() * 4000
     counts = np.zeros(300)
     for position in range(4000):
-        counts[sample_row(row, sampler, position, maxima=noted(row), drawer=drawer(form, 300))] += 1
+        counts[
+            sample_row(
+                row,
+                sampler,
+                position,
+                block_maxima=block_maxima_of(row),
+                backend=native_sampler(form, 300),
+            )
+        ] += 1
     assert not counts[expected == 0].any()
     common = expected > 5
     statistic = float(np.sum((counts - expected)[common] ** 2 / expected[common]))
@@ -117,19 +125,25 @@ def test_unusable_logits_are_an_error(form: str, bad: float) -> None:
     for options in ({"temperature": 0.7}, {"temperature": 0.0, "repetition_penalty": 1.2}):
         sampler = state(300, (4, 170), **options)
         with pytest.raises(LlmError, match="unusable"):
-            sample_row(row, sampler, 0, maxima=noted(row), drawer=drawer(form, 300))
+            sample_row(
+                row,
+                sampler,
+                0,
+                block_maxima=block_maxima_of(row),
+                backend=native_sampler(form, 300),
+            )
 
 
-def test_a_penalty_can_take_the_best_of_a_piece_away() -> None:
-    """What was noted of a piece is not true any more; nor is it once the row is as before."""
+def test_penalty_on_the_maximum_of_a_block() -> None:
+    """The block maximum is updated for the call, and restored with the row."""
     row = np.zeros(200, dtype=np.float32)
     row[[70, 71, 130]] = 9.0, 8.0, 7.0
-    native = drawer(FORMS[0], 200)
+    native, maxima = native_sampler(FORMS[0], 200), block_maxima_of(row)
     greedy = {"temperature": 0.0}
-    assert native.draw(row, noted(row), state(200, **greedy, logit_bias={70: -5.0}), 0.0) == 71
-    assert native.draw(row, noted(row), state(200, (70, 71), repetition_penalty=2.0), 0.5) == 130
-    assert native.draw(row, noted(row), state(200, **greedy, logit_bias={3: 20.0}), 0.0) == 3
-    assert native.draw(row, noted(row), state(200, **greedy, logit_bias={9: 0.5}), 0.0) == 70
+    assert native.sample(row, maxima, state(200, **greedy, logit_bias={70: -5.0}), 0.0) == 71
+    assert native.sample(row, maxima, state(200, (70, 71), repetition_penalty=2.0), 0.5) == 130
+    assert native.sample(row, maxima, state(200, **greedy, logit_bias={3: 20.0}), 0.0) == 3
+    assert native.sample(row, maxima, state(200, **greedy, logit_bias={9: 0.5}), 0.0) == 70
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -142,14 +156,17 @@ def test_each_word_may_be_counted_and_biased_at_once(form: str) -> None:
         sampler.observe(token)
     row = logits(11, 3.0, size)
     before = row.copy()
-    token = drawer(form, size).draw(row, noted(row), sampler, 0.5)
+    token = native_sampler(form, size).sample(row, block_maxima_of(row), sampler, 0.5)
     assert np.array_equal(row, before)
-    assert_drawn(token, row, sampler, 0.5)
+    assert_sampled(token, row, sampler, 0.5)
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**32 + 1, 2**62])
 def test_a_top_k_of_more_than_32_bits_cuts_nothing(top_k: int) -> None:
     row = logits(12, 1.0, 300)
     sampler = state(300, temperature=1.0, top_k=top_k)
-    tokens = {drawer(FORMS[0], 300).draw(row, noted(row), sampler, f / 50) for f in range(50)}
+    tokens = {
+        native_sampler(FORMS[0], 300).sample(row, block_maxima_of(row), sampler, f / 50)
+        for f in range(50)
+    }
     assert len(tokens) > 20

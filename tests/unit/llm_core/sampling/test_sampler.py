@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_core.batch import MAXIMUM_LEN
+from kernels.philox import philox4x32
+from llm_core.batch import MAXIMA_BLOCK
 from llm_core.errors import InvalidRequestError, LlmError
 from llm_core.messages import JsonGuide, SamplingParams
 from llm_core.sampling.sampler import (
     FloatRow,
     SamplerState,
     candidates,
-    philox4x32,
     sample_row,
     uniform,
 )
@@ -201,19 +201,19 @@ def test_any_parameters_give_a_token_that_may_be_drawn(
 def test_repetition_counts_prompt_and_reply_and_never_helps() -> None:
     row = np.array([2.0, -2.0, 1.5, -1.0], dtype=np.float32)
     chooser = state(4, prompt=(0, 1), repetition_penalty=2.0)
-    assert chooser.penalise(row).tolist() == [1.0, -4.0, 1.5, -1.0]
+    assert chooser.apply_penalties(row).tolist() == [1.0, -4.0, 1.5, -1.0]
     chooser.observe(2)
-    assert chooser.penalise(row).tolist() == [1.0, -4.0, 0.75, -1.0]
+    assert chooser.apply_penalties(row).tolist() == [1.0, -4.0, 0.75, -1.0]
     assert row.tolist() == [2.0, -2.0, 1.5, -1.0]
 
 
 def test_frequency_and_presence_count_the_reply_alone() -> None:
     row = np.zeros(4, dtype=np.float32)
     chooser = state(4, prompt=(0, 0), frequency_penalty=0.5, presence_penalty=0.25)
-    assert chooser.penalise(row).tolist() == [0, 0, 0, 0]
+    assert chooser.apply_penalties(row).tolist() == [0, 0, 0, 0]
     for token in (1, 1, 3):
         chooser.observe(token)
-    assert chooser.penalise(row).tolist() == [0, -1.25, 0, -0.75]
+    assert chooser.apply_penalties(row).tolist() == [0, -1.25, 0, -0.75]
 
 
 def test_penalties_change_the_greedy_choice() -> None:
@@ -245,7 +245,7 @@ def test_penalties_equal_their_definition(reply: list[int], prompt: list[int]) -
     expected[30] -= 7.5
     for token in reply:
         chooser.observe(token)
-    np.testing.assert_allclose(chooser.penalise(row), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(chooser.apply_penalties(row), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bias_can_force_and_ban() -> None:
@@ -286,9 +286,9 @@ def test_nothing_allowed_is_an_error_and_so_is_nan_behind_a_mask() -> None:
         sample_row(row, state(9), 0, allowed=only)
 
 
-def noted(row: FloatRow) -> FloatRow:
-    """``ForwardResult.maxima`` of a row."""
-    starts = np.arange(0, len(row), MAXIMUM_LEN)
+def block_maxima_of(row: FloatRow) -> FloatRow:
+    """``ForwardResult.block_maxima`` of a row."""
+    starts = np.arange(0, len(row), MAXIMA_BLOCK)
     return np.maximum.reduceat(row, starts)
 
 
@@ -329,7 +329,10 @@ def test_what_the_model_notes_of_its_logits_changes_no_token(
     banned = (size - 1,) if is_banned and size > 1 else ()
     for position in range(4):
         wanted = sample_row(row, sampler, position, banned=banned)
-        assert sample_row(row, sampler, position, banned=banned, maxima=noted(row)) == wanted
+        assert (
+            sample_row(row, sampler, position, banned=banned, block_maxima=block_maxima_of(row))
+            == wanted
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -337,10 +340,10 @@ def test_noted_maxima_hide_nothing_unusable(bad: float) -> None:
     row = logits(3, size=300)
     row[170] = bad
     with pytest.raises(LlmError, match="unusable"):
-        sample_row(row, state(300), 0, maxima=noted(row))
+        sample_row(row, state(300), 0, block_maxima=block_maxima_of(row))
     nothing = np.full(300, -np.inf, dtype=np.float32)
     with pytest.raises(LlmError, match="unusable"):
-        sample_row(nothing, state(300), 0, maxima=noted(nothing))
+        sample_row(nothing, state(300), 0, block_maxima=block_maxima_of(nothing))
 
 
 @pytest.mark.parametrize("spread", [0.001, 1.0, 4.0])

@@ -26,6 +26,7 @@ from llm_core.messages import (
     GenerationDone,
     SamplingParams,
 )
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.scheduling.attention_window import GONE, AttentionWindow
 from llm_core.scheduling.block_tables import BlockTables
@@ -114,7 +115,9 @@ test_random_load_under_a_window = pytest.mark.timeout(600)(WindowMachine.TestCas
 @pytest.mark.parametrize("chunks", [[90], [1] * 90, [5, 40, 17, 28], [24, 8, 58]])
 def test_logits_are_those_of_transformers_however_the_text_is_cut(chunks: list[int]) -> None:
     config = tiny_config()
-    runner = ModelRunner(config, random_weights(config), num_blocks=16, block_size=BLOCK_SIZE)
+    runner = ModelRunner(
+        config, random_weights(config), RunnerOptions(num_blocks=16, block_size=BLOCK_SIZE)
+    )
     tokens = random_tokens(config, 90)
     model = transformers_llama(config, random_weights(config))
     expected = transformers_logits(model, tokens, WINDOW, BLOCK_SIZE)
@@ -203,9 +206,7 @@ def small_engine(window: AttentionWindow | None, num_blocks: int = 12) -> Engine
     runner = ModelRunner(
         config,
         random_weights(config),
-        num_blocks=num_blocks,
-        block_size=8,
-        is_pool_limit=window is None,
+        RunnerOptions(num_blocks=num_blocks, block_size=8, is_pool_limit=window is None),
     )
     template = ChatTemplate(TEMPLATE, control_tokens=CONTROL)
     engine = Engine(runner, tiny_tokenizer(), template, max_sequences=2, window=window)

@@ -11,6 +11,7 @@ import torch
 from llm_core.batch import ForwardBatch, Segment
 from llm_core.engine.engine import Engine
 from llm_core.messages import RequestOptions, SamplingParams
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.scheduling.draft_tree import DraftTree
 from llm_core.scheduling.sequence import TokenSequence
@@ -97,7 +98,9 @@ def drafted_anew(
 def test_drafts_follow_from_real_features_of_all_that_was_said(block_size: int) -> None:
     """Two replies at once, prompts in chunks, drafts of them accepted or not."""
     seen.clear()
-    runner = ModelRunner(CONFIG, random_weights(CONFIG), num_blocks=80, block_size=block_size)
+    runner = ModelRunner(
+        CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=80, block_size=block_size)
+    )
     drafter = Recorder(make_head(), num_blocks=80, block_size=block_size, max_sequences=2)
     engine = make_engine(runner, max_sequences=2)
     engine.scheduler.mixed_budget = 7
@@ -124,7 +127,9 @@ def recording(**options: Any) -> Engine:
     """An engine whose drafts are recorded, the head's state real."""
     seen.clear()
     num_blocks = options.pop("num_blocks", 80)
-    runner = ModelRunner(CONFIG, random_weights(CONFIG), num_blocks=num_blocks, block_size=4)
+    runner = ModelRunner(
+        CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=num_blocks, block_size=4)
+    )
     drafter = Recorder(
         make_head(), num_blocks=num_blocks, block_size=4, max_sequences=options["max_sequences"]
     )

@@ -18,6 +18,7 @@ import torch
 
 from llm_core.engine.engine import Engine
 from llm_core.messages import RequestOptions, SamplingParams
+from llm_core.model.backend import RunnerOptions
 from llm_core.model.runner import ModelRunner
 from llm_core.sampling.sampler import FloatRow, SamplerState, sample_row
 from llm_core.speculative.control.base import FixedController
@@ -47,7 +48,7 @@ Text = tuple[int, ...]
 def runner() -> ModelRunner:
     weights = random_weights(CONFIG)
     weights["head"] = weights["head"] * 3  # likelier tokens: drafts are right now and then
-    return ModelRunner(CONFIG, weights, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return ModelRunner(CONFIG, weights, RunnerOptions(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
 
 
 def target_rows() -> TargetRows:
@@ -73,7 +74,7 @@ def draft_model() -> Drafter:
     """The target itself: its drafts are right nearly always, drawn ones too."""
     weights = random_weights(CONFIG)
     weights["head"] = weights["head"] * 3
-    model = ModelRunner(CONFIG, weights, num_blocks=100, block_size=8)
+    model = ModelRunner(CONFIG, weights, RunnerOptions(num_blocks=100, block_size=8))
     return DraftModelDrafter(model, vocab_size=len(TOKENS), nearness=OF_THE_TARGET)
 
 
@@ -205,7 +206,7 @@ NUM_SEEDS, NUM_SAID = 700, 4
 @cache
 def flat_runner() -> ModelRunner:
     """Many tokens are likely after anything."""
-    return ModelRunner(CONFIG, random_weights(CONFIG), num_blocks=300, block_size=8)
+    return ModelRunner(CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=300, block_size=8))
 
 
 @cache
@@ -214,7 +215,7 @@ def said_by_seed(shape_name: str) -> list[Text]:
     most of them are drafts that were accepted; its likeliest tokens are many."""
     model = flat_runner()
     drafter = DraftModelDrafter(
-        ModelRunner(CONFIG, random_weights(CONFIG), num_blocks=400, block_size=8),
+        ModelRunner(CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=400, block_size=8)),
         vocab_size=len(TOKENS),
         nearness=OF_THE_TARGET,
     )
