@@ -1,4 +1,4 @@
-"""Model files -> configuration and named tensors."""
+"""Readers of GGUF files and Hugging Face checkpoints: configuration and named weights."""
 
 from llm_core.loading.gguf.container import read_metadata
 from llm_core.loading.hf.checkpoint import read_json

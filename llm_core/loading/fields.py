@@ -1,4 +1,4 @@
-"""Typed access to settings that a file claims: each refusal names key, value and expectation."""
+"""Typed access to untrusted settings of a file; errors name key, value and expectation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from llm_core.errors import ModelLoadError
 
-# Far above any real model. Sizes below it are then checked against the tensors, and those against
-# the file's length, before anything is allocated.
+# Far above any real model. Before anything is allocated, sizes are checked against the tensors, and
+# tensors against the length of the file.
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
 
 
 class Fields:
-    """``label`` is the file; ``kind`` is what an entry is called there, such as "metadata "."""
+    """``label`` names the file and ``kind`` its entries (such as "metadata ") in errors."""
 
     def __init__(self, label: str, values: Mapping[str, Any], kind: str = "") -> None:
         self._label = label
@@ -25,11 +25,11 @@ class Fields:
         return self._values.get(key) is not None
 
     def is_written(self, key: str) -> bool:
-        """Whether ``key`` occurs, if only as null."""
+        """Does ``key`` occur, possibly as null?"""
         return key in self._values
 
     def error(self, message: str) -> ModelLoadError:
-        """A refusal in the file's name, to be raised."""
+        """An error that names the file, to be raised."""
         return ModelLoadError(f"{self._label}: {message}")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -39,7 +39,7 @@ class Fields:
         return value
 
     def integer(self, key: str, default: int | None = None, limit: int = MAX_DIMENSION) -> int:
-        """In 1 to ``limit``."""
+        """An integer in 1 to ``limit``."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             raise self._wrong(key, value, f"an integer in 1 to {limit}")
@@ -75,21 +75,21 @@ class Fields:
         return tuple(map(float, value))
 
     def section(self, key: str) -> Fields:
-        """The settings inside ``key``; absent and null are empty."""
+        """The object ``key``; empty if absent or null."""
         value = self._values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, value, "an object")
         return Fields(self._label, value or {}, f"{self._kind}{key}.")
 
     def forbid_unless(self, key: str, *supported: Any) -> None:
-        """``key`` may be absent, null or one of ``supported``; all else is a feature we lack."""
+        """Raises ModelLoadError unless ``key`` is absent, null or one of ``supported``."""
         value = self._values.get(key)
         if value is not None and value not in supported:
             expected = " or ".join(map(repr, supported))
             raise self.error(f"{self._kind}{key} is {_shown(value)}, supported is only {expected}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The raw value; refused when it is missing and has no default."""
+        """The raw value or ``default``. Raises ModelLoadError if both are None."""
         value = self._values.get(key)
         if value is None:
             value = default
@@ -98,7 +98,7 @@ class Fields:
         return value
 
     def raw(self, key: str) -> Any:
-        """The raw value, None when it is missing."""
+        """The raw value, or None."""
         return self._values.get(key)
 
     def _wrong(self, key: str, value: Any, expected: str) -> ModelLoadError:

@@ -1,4 +1,4 @@
-"""A file mapped into memory, from which parts are copied out without leaving pages behind."""
+"""A memory-mapped file whose pages are released after they were copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class MappedFile:
-    """Read-only. Raises ModelLoadError when the file cannot be read (an empty one cannot)."""
+    """Read-only. Raises ModelLoadError if the file is empty or cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -29,24 +29,24 @@ class MappedFile:
         return self._map[part]
 
     def copy(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] from byte ``offset`` on, in memory of its own.
+        """A copy of the bytes from ``offset`` on, uint8 [num_bytes].
 
-        The pages that were read are given back at once, so that reading a whole model holds the
-        copies and not the file as well.
+        Releases the pages that were read, so that loading a model does not keep the file resident
+        in addition to the copies.
         """
         target = torch.empty(num_bytes, dtype=torch.uint8)
         with memoryview(self._map) as source, memoryview(target.numpy().data) as sink:
             for start in range(0, num_bytes, _CHUNK_BYTES):
                 end = min(start + _CHUNK_BYTES, num_bytes)
                 sink[start:end] = source[offset + start : offset + end]
-                self._forget(offset + start, offset + end)
+                self._release(offset + start, offset + end)
         return target
 
     def close(self) -> None:
-        """Ends the mapping; copies stay valid."""
+        """Unmaps the file; copies stay valid."""
         self._map.close()
 
-    def _forget(self, start: int, end: int) -> None:
+    def _release(self, start: int, end: int) -> None:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED"):  # not everywhere; only memory is saved by it
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on all systems; only saves memory
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -1,4 +1,4 @@
-"""All that an engine needs of a model's files: weights, tokenizer, chat template."""
+"""The files of a model: weights, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """``model.weights`` must be read while the context of ``open_model`` lasts."""
+    """``model.weights`` must be read within the context of ``open_model``."""
 
     model: ModelWeights
     tokenizer: Tokenizer
@@ -32,7 +32,7 @@ class OpenModel:
 def open_model(path: str | Path) -> Iterator[OpenModel]:
     """The model at ``path``: a .gguf file, or a Hugging Face directory with safetensors.
 
-    Raises ModelLoadError, also when there is no chat template or the tokenizer does not fit.
+    Raises ModelLoadError, also without a chat template, or for a tokenizer with too many tokens.
     """
     path = Path(path)
     with open_weights(path) as model:
@@ -46,7 +46,7 @@ def open_model(path: str | Path) -> Iterator[OpenModel]:
 
 
 def load_template(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template of a GGUF file. Raises ModelLoadError, also when there is none."""
+    """The chat template of a GGUF file. Raises ModelLoadError."""
     source = metadata.get("tokenizer.chat_template")
     if not isinstance(source, str):
         raise ModelLoadError("the file has no chat template: it is not a chat model")
@@ -79,7 +79,7 @@ def _read_directory(directory: Path) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def _eos_ids(directory: Path) -> list[int]:
-    """generation_config.json knows all ends of a reply, config.json often only one."""
+    """End-of-sequence ids of generation_config.json (usually complete) and config.json."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         file = directory / name
@@ -92,7 +92,7 @@ def _eos_ids(directory: Path) -> list[int]:
 
 
 def _template_source(directory: Path, settings: Mapping[str, Any]) -> str:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json, as transformers."""
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json, as in transformers."""
     file = directory / "chat_template.jinja"
     if file.exists():
         if file.stat().st_size > _MAX_TEMPLATE_BYTES:

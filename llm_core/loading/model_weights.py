@@ -12,11 +12,8 @@ from llm_core.loading.weights import ModelWeights
 
 
 def open_weights(path: str | Path) -> AbstractContextManager[ModelWeights]:
-    """The model at ``path``, all tensors checked but none read. Raises ModelLoadError, here or when
-    the context is entered.
-
-    The weights must be read inside the context.
-    """
+    """A context with the model at ``path``, all tensors checked but none read, which must be read
+    within it. Raises ModelLoadError, here or on entering the context."""
     path = Path(path)
     if path.is_dir():
         return open_hf_model(path)

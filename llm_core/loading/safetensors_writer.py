@@ -1,4 +1,4 @@
-"""Writes a safetensors file. Format: https://github.com/huggingface/safetensors#format"""
+"""Writer of the safetensors format (https://github.com/huggingface/safetensors#format)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Largest elements first, so that every tensor lies at a multiple of its own element's size."""
+    """Writes ``tensors``, those with the largest elements first, so that all are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0

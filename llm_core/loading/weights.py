@@ -1,4 +1,4 @@
-"""The decoder's weights by name: what a loader must provide, whatever the file's own names are."""
+"""Names, shapes and order of the decoder's weights, independent of the file format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from llm_core.config import ModelConfig
 from llm_core.quant import Weight
 
-# What rotation turns, or what is added to it or multiplied with it before.
+# Weights in RoPE order: those of queries and keys.
 TURNING = frozenset(("query", "key", "query_bias", "key_bias", "query_norm", "key_norm"))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """An open model. ``weights`` reads each tensor from its file when it is asked for."""
+    """An open model. ``weights`` reads tensors from the file on access."""
 
     name: str
     config: ModelConfig
@@ -25,8 +25,8 @@ class ModelWeights:
 
 
 def model_name(path: Path) -> str:
-    """What to call the model: its file's or directory's name; in the hub's cache, where directories
-    are named by commit, the repository's."""
+    """Display name of the model: name of the file or directory; for the Hugging Face cache, where
+    directories are named by commit, name of the repository."""
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.name if path.is_dir() else path.stem
@@ -35,9 +35,9 @@ def model_name(path: Path) -> str:
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight the decoder needs; matrices are [out, in].
 
-    ``head`` is there only when it is not the embedding. Rows of ``query`` and ``key``, and values
-    of their biases and norms, are in interleaved RoPE order: values 2j and 2j + 1 of a head turn
-    together. Norm weights are plain factors: Gemma's 1 + w is folded in by the loader.
+    ``head`` exists unless it is tied to the embedding. ``query`` and ``key`` with their biases and
+    norms are in interleaved RoPE order: dimensions 2j and 2j + 1 of a head are rotated together.
+    Norm weights are plain factors: the loader adds the 1 of Gemma's 1 + w.
     """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -77,10 +77,10 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def interleaved(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """int64 [num_heads * head_dim]: which row of the order of halves comes at each place of ours.
+    """Permutation int64 [num_heads * head_dim] from half-split to interleaved RoPE order.
 
-    Row 2j of a head is its row j, row 2j + 1 its row j + rotary_dim / 2; beyond ``rotary_dim`` rows
-    stay where they are.
+    Row 2j of a head is row j of the half-split order, row 2j + 1 is row j + rotary_dim / 2; rows
+    from ``rotary_dim`` on are unchanged.
     """
     pairs = torch.arange(rotary_dim).view(2, -1).T.flatten()
     one = torch.cat((pairs, torch.arange(rotary_dim, head_dim)))

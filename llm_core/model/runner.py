@@ -113,7 +113,7 @@ class ModelRunner:
             group = followers.join()
             options = RunnerOptions.of(engine_config, context_len, group=group)
             runner = cls(model.config, model.weights, options, name=model.name)
-            followers.meet(group)
+            followers.wait_until_loaded(group)
         except BaseException:
             followers.close()
             raise
@@ -148,7 +148,7 @@ class ModelRunner:
         with open_weights(engine_config.model_path) as model:
             options = RunnerOptions.of(engine_config, model.config.context_len, group=group)
             runner = cls(model.config, model.weights, options, name=model.name)
-        group.meet()
+        group.barrier()
         assert isinstance(runner._model, TritonDecoder) and isinstance(runner._cache, GpuKvCache)
         follow(runner._model, runner._cache, group)
 

@@ -1,4 +1,4 @@
-"""Weights in their stored formats, and the layer that multiplies by them."""
+"""Stored weight formats, and the linear layer over them."""
 
 from llm_core.quant.codes import Bits, GroupedCodes
 from llm_core.quant.formats import (

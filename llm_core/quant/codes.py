@@ -1,4 +1,4 @@
-"""Integer codes with a scale, and perhaps a zero point, for each group of inputs."""
+"""Integer codes with a scale, and optionally a zero point, per group of inputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Bits = Literal[4, 8]
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:
-    """A matrix [N, K]: value = code * scale + zero, of each ``group`` neighbours along K.
+    """A matrix [N, K]: value = code * scale + zero, with a scale per ``group`` inputs along K.
 
     ``codes`` [N, K] is uint8 in 0..15 (``bits`` 4), uint8 or int8 (``bits`` 8); ``scale`` and
-    ``zero`` are float32 [N, K / group], ``zero`` None where it is 0 throughout.
+    ``zero`` are float32 [N, K / group], ``zero`` None: all 0.
     """
 
     codes: torch.Tensor

@@ -1,4 +1,4 @@
-"""The forms in which a weight may come from a file, and what all of them can do."""
+"""Operations on weights in any stored format."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def to_float(weight: Weight) -> torch.Tensor:
 
 
 def take_rows(weight: Weight, indices: torch.Tensor) -> Weight:
-    """The rows ``indices`` (int64 [R]), in the form that they have."""
+    """The rows ``indices`` (int64 [R]), in the same format."""
     if isinstance(weight, torch.Tensor):
         return weight.index_select(0, indices)
     return weight.rows(indices)
 
 
 def row_range(weight: Weight, first: int, last: int) -> Weight:
-    """Rows [first, last), a view; ``last`` may lie beyond the end."""
+    """A view of rows [first, last); ``last`` may exceed the number of rows."""
     if isinstance(weight, torch.Tensor):
         return weight[first:last]
     if isinstance(weight, BlockTensor):
@@ -53,12 +53,12 @@ def row_range(weight: Weight, first: int, last: int) -> Weight:
 
 
 def float_rows(weight: Weight, indices: torch.Tensor) -> torch.Tensor:
-    """float32 [R, K], a fresh tensor: the rows ``indices`` (int64 [R])."""
+    """The rows ``indices`` (int64 [R]) as a new float32 tensor [R, K]."""
     return to_float(take_rows(weight, indices))
 
 
 def stack_rows(weights: Sequence[Weight]) -> Weight:
-    """[N1, K], [N2, K], ... -> [N1 + N2 + ..., K]; stays quantised when all are of one kind."""
+    """[N1, K], [N2, K], ... -> [N1 + N2 + ..., K]; stays quantised if all have the same format."""
     if len(weights) == 1:
         return weights[0]
     blocks = [weight for weight in weights if isinstance(weight, BlockTensor)]
@@ -81,13 +81,13 @@ def _stack_grouped(weights: Sequence[GroupedCodes]) -> GroupedCodes:
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float [N, K] -> codes int8 [N, K], scale [N]: symmetric, nearest; zero stays zero."""
+    """float [N, K] -> codes int8 [N, K], scale [N]: symmetric, round to nearest."""
     scale = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale.unsqueeze(1)).round_().to(torch.int8), scale
 
 
 def quantize_float8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float [N, K] -> codes float8_e4m3fn [N, K], scale [N]: a row's largest value becomes 448."""
+    """float [N, K] -> codes float8_e4m3fn [N, K], scale [N]: a row's maximum maps to 448."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale = (weight.abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale

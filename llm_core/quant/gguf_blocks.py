@@ -1,4 +1,4 @@
-"""Block-quantised weights as they lie in a GGUF file, and what their bytes mean.
+"""Block-quantised weights of GGUF files, and their layouts.
 
 Layouts are those of ggml (ggml-common.h), blocks along the input dimension; d and m are float16::
 
@@ -11,9 +11,9 @@ Layouts are those of ggml (ggml-common.h), blocks along the input dimension; d a
     Q5_K  d m  12 of scales, 32 of high bits, 128    256 values   q * (d * s) - m * t
     Q6_K  128 low, 64 high, 16 int8 scales, d        256 values   (q - 32) * (d * s)
 
-s and t are 6-bit numbers of each 32 values; Q6_K has one int8 scale for each 16. In the forms of 32
-values byte j holds value j in its low half and value j + 16 in its high half; in Q4_K and Q5_K each
-32 bytes hold 32 values in their low halves and the next 32 in their high halves.
+s and t are 6-bit numbers per 32 values; Q6_K has an int8 scale per 16. In blocks of 32 values byte
+j holds value j in its low nibble and value j + 16 in its high nibble; in Q4_K and Q5_K each 32
+bytes hold 32 values in their low nibbles and the next 32 in their high nibbles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 BlockKind = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-BLOCK_LEN = 32  # of the small kinds; see ``block_len``
+BLOCK_LEN = 32  # of the non-K kinds; see ``block_len``
 BLOCK_BYTES: dict[BlockKind, int] = {
     "Q4_0": 18,
     "Q4_1": 20,
@@ -70,7 +70,7 @@ class BlockTensor:
 
     @property
     def is_int4(self) -> bool:
-        """Whether codes are 4 bits, 0..15; else they are as wide as 8."""
+        """Do codes have 4 bits (0..15)? Otherwise up to 8."""
         return self.kind in _NIBBLE_KINDS
 
     def rows(self, indices: torch.Tensor) -> BlockTensor:
@@ -78,12 +78,12 @@ class BlockTensor:
         return BlockTensor(self.kind, self.blocks.index_select(0, indices))
 
     def scales_are_finite(self) -> bool:
-        """False when a stored scale is NaN or infinite, and with it every value of its block."""
+        """Are all stored scales finite?"""
         places = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(self.kind, (0, 2))
         return all(bool(_float16_at(self.blocks, at).isfinite().all()) for at in places)
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [N, K], exactly the values that the file means."""
+        """float32 [N, K], exactly as the format defines it."""
         parts = self.parts()
         num_out, num_in = self.shape
         values = parts.codes.view(num_out, num_in // parts.group, parts.group).float()
@@ -97,7 +97,7 @@ class BlockTensor:
         return values.flatten(1)
 
     def parts(self) -> BlockParts:
-        """Codes, scales and zeros, each exactly as the format defines them."""
+        """Codes, scales and zeros, exactly as the format defines them."""
         blocks = self.blocks
         if self.kind == "Q8_0":
             codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
@@ -135,8 +135,8 @@ def _q4_or_q5_k(blocks: torch.Tensor, *, has_high_bits: bool) -> BlockParts:
 def _six_bit_pairs(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 [N, B, 12] -> scales and minima, 0..63, uint8 [N, B, 8] each.
 
-    The first four of each lie in the low six bits of bytes 0..3 and 4..7, whose top two bits are
-    those of the last four; these have their low halves in the halves of bytes 8..11.
+    The first four of each are the low six bits of bytes 0..3 and 4..7. The last four have their low
+    nibbles in bytes 8..11 and their top two bits in the top bits of bytes 0..7.
     """
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((low & 63, (high & 0xF) | (low >> 6 << 4)), -1)

@@ -1,8 +1,4 @@
-"""Integer codes with a scale, and perhaps a zero point, for each group of inputs.
-
-The common form of all stored formats that are a few bits a weight: kernels are packed from it, and
-each stored kind needs only to say here what its codes, scales and zeros are.
-"""
+"""Conversion to grouped codes, the common form of all quantised formats, which kernels pack."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ _SMALLEST_GROUP = 32
 
 
 def to_grouped(weight: Weight) -> GroupedCodes | None:
-    """The same values in grouped form; None where the weight is not stored so, or in groups that
-    are not multiples of 32 (Q6_K's have 16)."""
+    """The same values in grouped form; None if the weight is not quantised, or its groups are not
+    multiples of 32 (Q6_K has 16)."""
     if isinstance(weight, GroupedCodes):
         return weight if weight.group % _SMALLEST_GROUP == 0 else None
     if not isinstance(weight, BlockTensor) or weight.kind == "Q6_K":
@@ -29,7 +25,7 @@ def to_grouped(weight: Weight) -> GroupedCodes | None:
 
 
 def quantize_grouped(weight: Weight, group: int) -> GroupedCodes:
-    """8-bit codes, symmetric, nearest; the last group may be of the rest: K is padded with zeros.
+    """Symmetric 8-bit codes, rounded to nearest; K is padded with zeros to whole groups.
 
     Raises ValueError for values that are not finite.
     """

@@ -1,4 +1,4 @@
-"""The layer that multiplies by a weight, whatever its format, and the one place that chooses how.
+"""The linear layer of the torch decoder, and the selection of its kernel.
 
 Measured on one thread of an AMD EPYC Zen 3 (AVX2; no AVX512, VNNI or BF16), torch 2.13.0, weights
 rotated so that caches are cold, microseconds. The machine was shared: compare within a row.
@@ -15,14 +15,14 @@ rotated so that caches are cold, microseconds. The machine was shared: compare w
     49152x576            1     9003     3110      4263     10251         7432      7489
                          8    23523     9385     18974     19973        12030     51508
 
-So on AVX2 float16 weights with float32 arithmetic (FBGEMM) win at few rows and draw with float32 at
-many; they are also exact but for rounding the weight to 11 bits. int4pack and int8pack round
+So on AVX2 float16 weights with float32 arithmetic (FBGEMM) are fastest at few rows and equal to
+float32 at many; their only error is rounding the weight to 11 bits. int4pack and int8pack round
 activations to bfloat16. oneDNN's int8 is twice as fast from 64 rows on, but needs one scale per
-output row and activations in 8 bits: a loss that is not taken by default. The price of float16 is
-memory: 2 bytes a weight, and FBGEMM pads the input dimension to a multiple of 512 (576 -> 1024).
+output row and 8-bit activations, a loss that is not acceptable as a default. float16 costs memory:
+2 bytes per weight, and FBGEMM pads the input dimension to a multiple of 512 (576 -> 1024).
 
-With AVX512 the 4-bit form is no longer bound by arithmetic (20 us for 960x576 and 55 us for
-3072x576 at one row on two threads, 33 and 94 us at four) and serves few rows.
+With AVX512 the 4-bit kernel is no longer bound by arithmetic (20 us for 960x576 and 55 us for
+3072x576 at one row on two threads, 33 and 94 us at four) and is used for few rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WeightFormat = Literal["float32", "float16", "bfloat16", "int4", "int8", "w8a8",
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 
 _UNLIMITED_ROWS = 1 << 62
-# Up to this many rows the small form is the faster of the two that "int4" and "int8" keep.
+# Up to this many rows "int4" and "int8" use the quantised kernel, above it the float one.
 _FEW_ROWS = 4
 _INT4_GROUPS = (32, 64, 128, 256)
 _W8A8_GROUP = 32  # as in compiled code
@@ -59,7 +59,7 @@ _W8A8_GROUP = 32  # as in compiled code
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """What the layers' weights and the output head are kept as."""
+    """Formats of the layers' weights and of the output head."""
 
     layers: WeightFormat
     head: WeightFormat
@@ -97,11 +97,11 @@ class Linear:
         for max_rows, matmul in self._plan:
             if num_rows <= max_rows:
                 return matmul(x)
-        raise AssertionError("the last step of a plan takes any number of rows")
+        raise AssertionError("the last entry of a plan has no row limit")
 
 
 def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmul], ...]:
-    """Which operation serves up to how many rows. The only place that chooses."""
+    """(maximum number of rows, kernel) in ascending order; the only place that selects kernels."""
     values = to_float(weight)
     num_out, num_in = values.shape
     if weight_format == "float32":
@@ -118,8 +118,8 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
     many_rows = _many_rows_matmul(values)
     if weight_format == "int8" and num_in % 16 == 0:
         return ((_FEW_ROWS, Int8Matmul(*quantize_int8(values))), (_UNLIMITED_ROWS, many_rows))
-    # Quantising to 4 bits here would lose more than the file's maker agreed to: only weights that
-    # are stored so run so.
+    # Only weights stored in 4 bits: quantising others to 4 bits would lose accuracy that the
+    # model's publisher did not accept.
     few_rows = _int4_matmul(to_grouped(weight)) if weight_format == "int4" else None
     if few_rows is not None:
         return ((_FEW_ROWS, few_rows), (_UNLIMITED_ROWS, many_rows))
@@ -127,14 +127,14 @@ def _plan(weight: Weight, weight_format: WeightFormat) -> tuple[tuple[int, Matmu
 
 
 def _many_rows_matmul(values: torch.Tensor) -> Matmul:
-    """float16 weights where they can be represented and multiplied, else float32."""
+    """float16 if the values are in range and the CPU supports it, else float32."""
     if has_float16_gemm() and bool(values.abs().max() <= FLOAT16_MAX):
         return Float16Matmul(values)
     return Float32Matmul(values)
 
 
 def _int4_matmul(grouped: GroupedCodes | None) -> Int4Matmul | None:
-    """torch's 4-bit product, whose values are (code - 8) * scale + zero; None where it has none."""
+    """torch's 4-bit product with values (code - 8) * scale + zero; None if unsupported."""
     if grouped is None or grouped.bits != 4:
         return None
     if grouped.group not in _INT4_GROUPS or grouped.shape[0] % 16 != 0:

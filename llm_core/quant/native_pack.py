@@ -1,8 +1,8 @@
-"""Stored weights into the compiled kernels' packed form.
+"""Packing of stored weights for the compiled kernels.
 
-That form has groups of 32, float16 scales and zero points with a common power of two, and codes of
-4 or 8 bits without a sign. Groups of 64, 128 or a whole row repeat their scale; weights in other
-groupings and weights stored as floats are rounded to 8 bits in groups of 32.
+The packed form has groups of 32, float16 scales and zero points with a common power of two, and
+unsigned codes of 4 or 8 bits. The scale of groups of 64, 128 or a whole row is repeated; weights
+with other groups and float weights are quantised to 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kernels.native.library import GROUP, TILE
 from llm_core.quant.formats import Weight, row_range
 from llm_core.quant.grouped import GroupedCodes, quantize_grouped, to_grouped
 
-# The largest scale or zero point is brought just below this: float16 then has 27 binary orders of
-# magnitude below it before a scale loses precision.
+# The largest scale or zero point is scaled to just below 2 to this power: float16 then has 27
+# binary orders of magnitude below it before a scale loses precision.
 _LARGEST_LOG2 = 14
-# Weights that are held unpacked at once, at up to 8 bytes each.
+# Weights that are unpacked at a time, at up to 8 bytes each.
 _SLICE_WEIGHTS = 1 << 20
 
 
@@ -36,18 +36,18 @@ class _Unsigned:
     offset: int
 
     def with_zero(self) -> _Unsigned:
-        """The same values by a zero point."""
+        """The same values, with a zero point in place of the offset."""
         if self.zero is not None:
             return self
         return _Unsigned(self.codes, self.scale, -self.offset * self.scale, self.bits, 0)
 
 
 def pack_stacked(memory: WeightMemory, weights: Sequence[Weight]) -> PackedMatrix:
-    """[N1, K], [N2, K], ... as one matrix [N1 + N2 + ..., K]. Raises ValueError for weights that
-    are not finite."""
+    """Packs [N1, K], [N2, K], ... as one matrix [N1 + N2 + ..., K]. Raises ValueError for weights
+    that are not finite."""
     num_rows = sum(weight.shape[0] for weight in weights)
     form = _common_form(weights)
-    matrix = form.room(memory, num_rows, weights[0].shape[1])
+    matrix = form.allocate(memory, num_rows, weights[0].shape[1])
     first_row = 0
     for weight in weights:
         for start, part in _slices(weight):
@@ -57,10 +57,10 @@ def pack_stacked(memory: WeightMemory, weights: Sequence[Weight]) -> PackedMatri
 
 
 def pack_gated(memory: WeightMemory, gate: Weight, up: Weight) -> PackedMatrix:
-    """Two matrices [N, K], tile by tile in turn; the result's num_out is N (see GATED)."""
+    """Packs two matrices [N, K] with alternating tiles; num_out of the result is N (see GATED)."""
     padded = -(-gate.shape[0] // TILE) * TILE
     form = _common_form((gate, up))
-    matrix = form.room(memory, 2 * padded, gate.shape[1])
+    matrix = form.allocate(memory, 2 * padded, gate.shape[1])
     for index, weight in enumerate((gate, up)):
         for start, part in _slices(weight):
             form.pack(matrix, part, 2 * start + index * TILE, 2)
@@ -70,14 +70,14 @@ def pack_gated(memory: WeightMemory, gate: Weight, up: Weight) -> PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What all rows of a packed matrix have in common."""
+    """Parameters shared by all rows of a packed matrix."""
 
     bits: int
     has_zero: bool
     offset: int
     largest: float
 
-    def room(self, memory: WeightMemory, num_out: int, num_in: int) -> PackedMatrix:
+    def allocate(self, memory: WeightMemory, num_out: int, num_in: int) -> PackedMatrix:
         return memory.matrix(
             num_out,
             num_in,
@@ -88,7 +88,7 @@ class _Form:
         )
 
     def pack(self, matrix: PackedMatrix, part: _Unsigned, first_row: int, tile_step: int) -> None:
-        """Rows of the same values, in this form."""
+        """Packs the rows ``part`` in this form."""
         part = part.with_zero() if self.has_zero else part
         factor = 1 / matrix.struct.post_scale
         zero = None if part.zero is None else part.zero * factor
@@ -96,7 +96,7 @@ class _Form:
 
 
 def _common_form(weights: Sequence[Weight]) -> _Form:
-    """Looks at all rows once, so that they need not be held at once, unpacked, to be packed."""
+    """A first pass over all rows, so that not all of them are unpacked at the same time."""
     forms = set()
     with_offset = with_zero = 0.0
     for weight in weights:
@@ -104,7 +104,7 @@ def _common_form(weights: Sequence[Weight]) -> _Form:
             forms.add((part.bits, part.zero is None, part.offset))
             scale = float(part.scale.abs().max())
             zero = part.with_zero().zero
-            assert zero is not None, "with_zero gives one"
+            assert zero is not None, "with_zero adds one"
             with_offset = _larger(with_offset, scale)
             with_zero = _larger(with_zero, scale, float(zero.abs().max()))
     bits = max(form[0] for form in forms)
@@ -121,7 +121,7 @@ def _larger(*numbers: float) -> float:
 
 
 def _slices(weight: Weight) -> Iterator[tuple[int, _Unsigned]]:
-    """(first row, rows) of all rows, a whole number of tiles at a time."""
+    """All rows as (first row, unpacked rows), in slices of whole tiles."""
     num_rows = max(1, _SLICE_WEIGHTS // weight.shape[1] // TILE) * TILE
     for start in range(0, weight.shape[0], num_rows):
         yield start, _unsigned(row_range(weight, start, start + num_rows))
@@ -139,7 +139,7 @@ def _unsigned(weight: Weight) -> _Unsigned:
             zero, offset = zero - 128 * scale, 0
     elif zero is not None:
         middle = 8 if grouped.bits == 4 else 128
-        if torch.equal(zero, -middle * scale):  # symmetric: the zero points need not be read
+        if torch.equal(zero, -middle * scale):  # symmetric: an offset in place of zero points
             zero, offset = None, middle
     num_groups = -(-num_in // GROUP)
     return _Unsigned(

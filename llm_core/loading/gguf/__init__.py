@@ -1,1 +1,1 @@
-"""TODO llm_core/loading/gguf."""
+"""GGUF files: container, configuration and weights."""

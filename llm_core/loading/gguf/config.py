@@ -1,7 +1,7 @@
 """Metadata of a GGUF file -> ModelConfig.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What a key means for an
-architecture, and what it defaults to, is as in llama.cpp, which defines these files.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Their meaning per architecture and
+their defaults are those of llama.cpp, which defines these files.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from llm_core.loading.gguf.container import GgufFile
 from llm_core.quant import to_float
 
 _FAMILIES: dict[str, Family] = {
-    "llama": "llama",  # Mistral's files too say so
+    "llama": "llama",  # also Mistral
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "phi3": "phi3",
 }
-# Gemma's 27B models scale scores by hidden_size / num_heads, not by head_dim; no key says so, the
-# number of layers tells them.
+# Gemma's 27B models scale scores by hidden_size / num_heads instead of head_dim. There is no key
+# for that; they are recognised by their number of layers.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_LARGEST_TABLE = 1 << 12  # rotation factors a head
+_LARGEST_TABLE = 1 << 12  # RoPE factors of a head
 
 
 class _Gemma(TypedDict, total=False):
@@ -45,7 +45,7 @@ class _Gemma(TypedDict, total=False):
 
 
 def read_config(file: GgufFile) -> ModelConfig:
-    """The configuration that the metadata describes. Raises ModelLoadError."""
+    """The configuration in the metadata. Raises ModelLoadError."""
     fields = Fields(file.path.name, file.metadata, "metadata ")
     architecture = fields.text("general.architecture")
     if architecture not in _FAMILIES:
@@ -126,7 +126,7 @@ class _ArchitectureReader:
         return extras
 
     def _rotary_dim(self, head_dim: int) -> int | None:
-        """None when a whole head turns. Only Phi-3's files have parts that do not."""
+        """Rotated dimensions; None for the whole head. Only Phi-3 rotates a part."""
         key = self._key("rope.dimension_count")
         if self._family != "phi3":
             self._fields.forbid_unless(key, head_dim)

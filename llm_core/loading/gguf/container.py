@@ -1,9 +1,9 @@
-"""The GGUF container: metadata and tensors, without trusting the file.
+"""Reader of the GGUF format, for untrusted files.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
-The ``gguf`` package supplies the constants; its reader is not used because it takes 9 s over a
-vocabulary of 49k words (0.2 s here) and loops without bound over counts that the file claims.
-Every count and length is checked against the bytes that are left before anything is allocated.
+Constants are those of the ``gguf`` package. Its reader is not used: it takes 9 s for a vocabulary
+of 49k tokens (0.2 s here), and loops over unchecked counts. Every count and length is checked
+against the remaining bytes before anything is allocated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llm_core.quant import BLOCK_BYTES, BlockKind, BlockTensor, Weight, block_le
 
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
-# Vocabularies of 262k words with their merges take about 15 MB. Parsed, a header is larger.
+# Vocabularies of 262k tokens with merges take about 15 MB; a parsed header is larger.
 _MAX_HEADER_BYTES = 1 << 26
 _SCALARS: dict[int, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
@@ -54,7 +54,7 @@ _FLOATS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies. ``shape`` is outermost dimension first (torch's order)."""
+    """Location of a tensor. ``shape`` has the outermost dimension first, as in torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class TensorInfo:
 class GgufFile:
     """An open file: ``metadata`` (plain Python values; number arrays are numpy) and ``tensors``.
 
-    A context manager. Raises ModelLoadError for anything that is not a sound GGUF file.
+    A context manager. Raises ModelLoadError for malformed files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -93,7 +93,7 @@ class GgufFile:
         self.close()
 
     def close(self) -> None:
-        """Ends the mapping; weights already read stay valid."""
+        """Unmaps the file; weights that were read stay valid."""
         self._map.close()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -116,7 +116,8 @@ class GgufFile:
         return weight
 
     def check(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        """Where ``name`` lies. Raises ModelLoadError if missing, misshapen or of unknown kind."""
+        """Location of ``name``. Raises ModelLoadError for a missing tensor or an unsupported shape
+        or format."""
         info = self.tensors.get(name)
         if info is None:
             raise self._error(f"tensor {name} is missing")
@@ -135,7 +136,7 @@ class GgufFile:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """The file's metadata alone (the tokenizer is in it). Raises ModelLoadError."""
+    """The metadata of a file, which include the tokenizer. Raises ModelLoadError."""
     with GgufFile(path) as file:
         return file.metadata
 
@@ -150,7 +151,7 @@ class _Reader:
         self._label = label
 
     def header(self) -> int:
-        """Checks magic and version; returns the tensor count and stands at the metadata count."""
+        """Checks magic and version; returns the tensor count. The metadata count is next."""
         if self._take(4, "the magic number") != b"GGUF":
             raise self._error("not a GGUF file (wrong magic number)")
         version = self._uint32("the version")
@@ -158,7 +159,7 @@ class _Reader:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             kind = "big-endian GGUF" if swapped in _VERSIONS else f"GGUF version {version}"
             raise self._error(f"{kind} is not supported")
-        # Least bytes of an entry: name length 8, dimension count 4, one dimension 8, kind 4,
+        # Minimum bytes of an entry: name length 8, dimension count 4, one dimension 8, kind 4,
         # offset 8; for a metadata entry: key length 8, type 4, value 1.
         return self._count("tensor count", least_bytes=32)
 
@@ -236,7 +237,7 @@ class _Reader:
         return dtype
 
     def _count(self, what: str, *, least_bytes: int) -> int:
-        """A uint64 count of things of at least ``least_bytes`` each, all of which must follow."""
+        """A uint64 count of items of at least ``least_bytes``, which must fit in the file."""
         count = self._uint64(what)
         if count * least_bytes > self._size - self._at:
             raise self._error(f"{what} is {count}, more than the rest of the file can hold")
@@ -269,7 +270,7 @@ class _Reader:
         return taken
 
     def _check_header(self, end: int, what: str) -> None:
-        """Raises ModelLoadError when what is before ``end`` is more than any model needs."""
+        """Raises ModelLoadError if the header is larger than that of any model."""
         if end > _MAX_HEADER_BYTES:
             raise self._error(
                 f"{what} goes to byte {end} at least, but at most {_MAX_HEADER_BYTES} are accepted "

@@ -1,8 +1,8 @@
-"""A GGUF file as the decoder wants it: configuration, and weights under the decoder's names.
+"""A GGUF model: configuration, and weights under the decoder's names.
 
-Llama-architecture files keep the rows of query and key in interleaved RoPE order (their converter
-permutes Hugging Face's halves), which is the order that our decoder uses. All others keep halves,
-which are interleaved here. Gemma's norm weights are whole already.
+Files of the llama architecture have query and key in interleaved RoPE order, as the decoder uses.
+Those of all other architectures are in half-split order and are permuted here. Gemma's norm weights
+already include the added 1.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ _ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 @contextmanager
 def open_gguf_model(path: Path) -> Iterator[ModelWeights]:
-    """The model in the file at ``path``, all tensors checked. Raises ModelLoadError.
-
-    The weights must be read inside the context.
-    """
+    """A context with the model at ``path``, all tensors checked, which must be read within it.
+    Raises ModelLoadError."""
     with GgufFile(path) as file:
         config = read_config(file)
         yield ModelWeights(model_name(path), config, _GgufWeights(file, config))
@@ -110,7 +108,7 @@ class _GgufWeights(Mapping[str, Weight]):
         return len(self._parts)
 
     def _part(self, name: str, shape: tuple[int, ...]) -> _Part:
-        """layers.3.query -> all rows of blk.3.attn_q.weight; Phi-3's lie in a fused tensor."""
+        """layers.3.query -> all rows of blk.3.attn_q.weight, or some of Phi-3's fused tensor."""
         if name in _GLOBAL_NAMES:
             return _Part(_GLOBAL_NAMES[name], shape, 0, shape[0])
         config = self._config

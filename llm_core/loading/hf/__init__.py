@@ -1,1 +1,1 @@
-"""TODO llm_core/loading/hf."""
+"""Hugging Face model directories: config.json and safetensors checkpoints."""

@@ -1,7 +1,7 @@
 """The weight files of a Hugging Face model directory: one safetensors file, or shards and an index.
 
-Files are only taken from the directory itself: an index that names a path is refused. Pickled
-weights (.bin, .pt) are refused with what to do instead; nothing here ever unpickles.
+An index may only name files of the directory itself. Pickled weights (.bin, .pt) are rejected with
+advice to convert them; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _MAX_SHARDS = 1000
 
 
 class Checkpoint:
-    """All tensors of a directory, opened and indexed. A context manager. Raises ModelLoadError."""
+    """All tensors of a directory, a context manager. Raises ModelLoadError."""
 
     def __init__(self, directory: Path) -> None:
         self.label = directory.name
         self._files: list[SafetensorsFile] = []
-        self._place: dict[str, SafetensorsFile] = {}
+        self._file_of: dict[str, SafetensorsFile] = {}
         try:
             for path in _weight_files(directory):
                 file = SafetensorsFile(path)
                 self._files.append(file)
                 for name in file.tensors:
-                    if name in self._place:
-                        other = self._place[name].path.name
+                    if name in self._file_of:
+                        other = self._file_of[name].path.name
                         raise ModelLoadError(f"tensor {name} is in {other} and in {path.name}")
-                    self._place[name] = file
+                    self._file_of[name] = file
             self._check_index(directory)
         except BaseException:
             self.close()
@@ -56,28 +56,28 @@ class Checkpoint:
         self.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._place
+        return name in self._file_of
 
     @property
     def names(self) -> set[str]:
-        """All tensors' names."""
-        return set(self._place)
+        """Names of all tensors."""
+        return set(self._file_of)
 
     def close(self) -> None:
-        """Closes all files; tensors already read stay valid."""
+        """Closes all files; tensors that were read stay valid."""
         for file in self._files:
             file.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ModelLoadError when there is no such tensor."""
+        """Raises ModelLoadError if there is no such tensor."""
         return self._file(name).tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ModelLoadError when there is no such tensor."""
+        """Raises ModelLoadError if there is no such tensor."""
         return self._file(name).tensors[name].dtype
 
     def check(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-        """Raises ModelLoadError unless ``name`` is there, in this shape and one of the dtypes."""
+        """Raises ModelLoadError unless ``name`` exists with this shape and one of the dtypes."""
         file = self._file(name)
         entry = file.tensors[name]
         if entry.shape != shape:
@@ -92,7 +92,7 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of tensor ``name``. Raises ModelLoadError when it holds NaN or infinity."""
+        """A copy of tensor ``name``. Raises ModelLoadError if it holds NaN or infinity."""
         file = self._file(name)
         values = file.read(name)
         if values.dtype.is_floating_point and not _is_finite(values):
@@ -100,7 +100,7 @@ class Checkpoint:
         return values
 
     def _file(self, name: str) -> SafetensorsFile:
-        file = self._place.get(name)
+        file = self._file_of.get(name)
         if file is None:
             raise ModelLoadError(f"{self.label}: tensor {name} is missing")
         return file
@@ -116,7 +116,7 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size. Raises ModelLoadError."""
+    """Reads a JSON object from a file of limited size. Raises ModelLoadError."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelLoadError(f"{path.name}: larger than {_MAX_JSON_BYTES} bytes")
@@ -163,7 +163,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """One pass without a temporary: NaN and infinity survive a sum."""
+    """Checks a sum, in which NaN and infinity propagate, without a temporary."""
     if values.dtype == torch.float8_e4m3fn:  # has NaN (all but the sign bit set), no infinity
         return not bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any())
     wide = torch.float64 if values.dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,8 +1,7 @@
 """config.json of a Hugging Face model -> ModelConfig.
 
-The meaning of each key, and what it defaults to where it is absent, is that of the families' own
-configurations in transformers. A setting that would change the result and that the decoder does
-not have is refused by name.
+Keys and defaults are those of the families' configuration classes in transformers. Settings that
+would change the result but are not supported by the decoder are rejected by name.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _FAMILIES: dict[str, Family] = {name: name for name in get_args(Family)} | {"gem
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    # Gemma's first configurations say "gelu" and mean, by their own correction, the tanh form.
+    # Gemma's first configurations say "gelu" but mean the tanh form, as later corrected.
     "gelu": "gelu_tanh",
 }
-# Its published files leave these out.
+# Defaults of Gemma 3, whose published files omit these.
 _GEMMA3_DEFAULTS = {
     "num_heads": 8,
     "num_kv_heads": 4,
@@ -32,7 +31,7 @@ _GEMMA3_DEFAULTS = {
 
 def read_hf_config(fields: Fields) -> ModelConfig:
     """The configuration that ``fields`` (config.json) describes. Raises ModelLoadError."""
-    if "text_config" in fields:  # a model that also sees: its language part
+    if "text_config" in fields:  # the language part of a vision-language model
         fields = fields.section("text_config")
     model_type = fields.text("model_type")
     if model_type not in _FAMILIES:
@@ -52,7 +51,7 @@ class _FamilyReader:
 
     def config(self) -> ModelConfig:
         fields = self._fields
-        self._refuse_what_is_lacking()
+        self._reject_unsupported()
         defaults = _GEMMA3_DEFAULTS if self._family == "gemma3" else {}
         hidden_size = fields.integer("hidden_size")
         num_heads = fields.integer("num_attention_heads", defaults.get("num_heads"))
@@ -90,7 +89,7 @@ class _FamilyReader:
         except ValueError as error:
             raise fields.error(str(error)) from error
 
-    def _refuse_what_is_lacking(self) -> None:
+    def _reject_unsupported(self) -> None:
         fields = self._fields
         fields.forbid_unless("attention_bias", False, *([True] if self._family == "qwen2" else []))
         fields.forbid_unless("mlp_bias", False)
@@ -119,7 +118,7 @@ class _FamilyReader:
         return 1 / math.sqrt(scalar)
 
     def _softcap(self, key: str, default: float) -> float | None:
-        """Gemma 2 caps unless null is written; Gemma 3 caps only where a number is written."""
+        """Gemma 2 caps unless the value is null; Gemma 3 only caps if there is a number."""
         if not self._is_gemma:
             return None
         if self._family == "gemma2" and not self._fields.is_written(key):
@@ -127,8 +126,8 @@ class _FamilyReader:
         return self._fields.optional_number(key)
 
     def _windows(self, num_layers: int, context_len: int) -> tuple[int | None, tuple[bool, ...]]:
-        """(window, which layers slide). A window as long as the context is none, unless sliding
-        layers differ in their rotations too."""
+        """(window, sliding layers). A window as long as the context is ignored, unless sliding
+        layers also have a different RoPE."""
         fields = self._fields
         window = self._window()
         if window is None:

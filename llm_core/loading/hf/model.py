@@ -1,8 +1,8 @@
-"""A Hugging Face model directory as the decoder wants it: configuration, and weights by name.
+"""A Hugging Face model directory: configuration, and weights under the decoder's names.
 
-Hugging Face turns halves: value j of a head with value j + rotary_dim / 2. Rows of query and key
-(and of their biases and norms) are put into interleaved order here. Phi-3's fused matrices are cut,
-and Gemma's norm weights, which are stored less one, made whole.
+Hugging Face rotates dimension j of a head with dimension j + rotary_dim / 2; rows of query and key
+(and of their biases and norms) are permuted to interleaved order. Phi-3's fused matrices are split,
+and 1 is added to Gemma's norm weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYER_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-# Gemma has norms before and after both blocks, and calls the one between them otherwise.
+# Gemma has norms before and after both blocks, with other names.
 POST_NORM_NAMES = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -56,10 +56,8 @@ _NOT_LANGUAGE = (
 
 @contextmanager
 def open_hf_model(directory: Path) -> Iterator[ModelWeights]:
-    """The model in ``directory``, all tensors checked. Raises ModelLoadError.
-
-    The weights must be read inside the context.
-    """
+    """A context with the model in ``directory``, all tensors checked, which must be read within it.
+    Raises ModelLoadError."""
     if not (directory / "config.json").exists():
         files = ", ".join(sorted(file.name for file in directory.glob("*.gguf")))
         raise ModelLoadError(
@@ -86,7 +84,7 @@ class _HfWeights(Mapping[str, Weight]):
         self._readers = {
             name: self._reader(name, shape) for name, shape in weight_shapes(config).items()
         }
-        self._refuse_unused(checkpoint)
+        self._reject_unused(checkpoint)
 
     def __getitem__(self, name: str) -> Weight:
         return self._readers[name]()
@@ -117,7 +115,7 @@ class _HfWeights(Mapping[str, Weight]):
         return self._rows(read, part, first, shape[0])
 
     def _matrix(self, prefix: str, part: str, shape: tuple[int, int]) -> tuple[Reader, int]:
-        """A reader, and the row of its matrix where ``part`` begins."""
+        """A reader, and the row at which ``part`` begins in its matrix."""
         config = self._config
         if config.family == "phi3" and part in ("query", "key", "value"):
             whole = (config.query_size + 2 * config.kv_size, config.hidden_size)
@@ -130,7 +128,7 @@ class _HfWeights(Mapping[str, Weight]):
         return self._matrices.matrix(prefix + LAYER_NAMES[part], shape), 0
 
     def _rows(self, read: Reader, part: str, first: int, num_rows: int) -> Reader:
-        """Rows [first, first + num_rows) of what ``read`` gives, in our order of turning pairs."""
+        """A reader of rows [first, first + num_rows) of ``read``, in interleaved RoPE order."""
         config = self._config
         if part in TURNING:
             rows = interleaved(num_rows // config.head_dim, config.head_dim, config.num_rotated)
@@ -155,7 +153,7 @@ class _HfWeights(Mapping[str, Weight]):
 
         return norm
 
-    def _refuse_unused(self, checkpoint: Checkpoint) -> None:
+    def _reject_unused(self, checkpoint: Checkpoint) -> None:
         unused = checkpoint.names - self._matrices.used
         if self._config.tie_embeddings:
             unused.discard("lm_head.weight")
@@ -174,7 +172,7 @@ class _HfWeights(Mapping[str, Weight]):
             )
 
     def _is_zero_bias(self, checkpoint: Checkpoint, name: str) -> bool:
-        """GPTQ writers add biases of zeros to layers that have none."""
+        """GPTQ writers add zero biases to layers without bias."""
         base, _, part = name.rpartition(".")
         if part != "bias" or f"{base}.qweight" not in checkpoint:
             return False

@@ -1,7 +1,7 @@
 """Packed integer weights of GPTQ, AWQ and compressed-tensors checkpoints -> exact grouped codes.
 
-All pack 32 / bits codes into an int32, the first in the lowest bits; they differ in which dimension
-is packed, in the order within a word, and in how zero points are written. K is the input dimension,
+All pack 32 / bits codes into an int32, the first in the lowest bits; they differ in the packed
+dimension, in the order within a word, and in the encoding of zero points. K is the input dimension,
 N the output dimension, G the number of groups along K.
 """
 
@@ -18,7 +18,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpack(words: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """int32 [A, B] -> uint8 [A, B, 32 / bits], the code in the lowest bits first."""
+    """int32 [A, B] -> uint8 [A, B, 32 / bits], lowest bits first."""
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     if bits == 8:
         return octets
@@ -37,10 +37,10 @@ def from_gptq(
 ) -> GroupedCodes | torch.Tensor:
     """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N].
 
-    ``group_index`` int32 [K] says each input's group when they are not in order (act-order); such a
-    matrix has no grouped form and comes as float32 [N, K]. ``group`` inputs share a scale, the last
-    ones perhaps fewer. ``zeros_are_less_one``: the first version of the format stores zero points
-    less one (modulo 2^bits).
+    ``group_index`` int32 [K]: group of each input if they are not in order (act-order); such a
+    matrix has no grouped form and is returned as float32 [N, K]. ``group`` inputs share a scale, in
+    the last group possibly fewer. ``zeros_are_less_one``: version 1 of the format stores zero
+    points minus one (modulo 2^bits).
     Frantar et al. 2023; layout of AutoGPTQ.
     """
     codes = unpack(qweight, bits).permute(1, 0, 2).flatten(1)  # [N, K]
@@ -59,7 +59,7 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) 
     codes, zeros = (unpack(words, 4)[..., inverse].flatten(1).T for words in (qweight, qzeros))
     group = codes.shape[1] // scales.shape[0]
     grouped = _grouped(codes, scales.T, zeros, None, 4, group)
-    assert isinstance(grouped, GroupedCodes), "groups in order stay groups"
+    assert isinstance(grouped, GroupedCodes), "groups in order have a grouped form"
     return grouped
 
 
@@ -111,7 +111,7 @@ def _grouped(
         index = group_index.long()
         values = codes.float().sub_(zeros.float().index_select(1, index))
         return values.mul_(scale.index_select(1, index))
-    if num_in % group != 0:  # exact in smaller groups, of which all are whole
+    if num_in % group != 0:  # smaller groups that divide K represent it exactly
         small = math.gcd(num_in, group)
         index = torch.arange(0, num_in, small) // group
         scale, zeros, group = scale[:, index], zeros[:, index], small

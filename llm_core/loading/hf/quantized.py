@@ -1,8 +1,8 @@
-"""One weight matrix of a Hugging Face checkpoint, in whichever form it is stored.
+"""Weight matrices of a Hugging Face checkpoint in all supported formats.
 
-The form is seen from the tensors that are there (``weight``, ``qweight``, ``weight_packed``), so
-layers that a quantiser left alone need no list; ``quantization_config`` says how to read them. All
-sizes are checked when the model is opened, before any data is read.
+The format is recognised by the tensors that exist (``weight``, ``qweight``, ``weight_packed``), so
+no list of unquantised layers is needed; ``quantization_config`` has the parameters. All shapes are
+checked when the model is opened, before any data is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reader = Callable[[], Weight]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _FP8 = torch.float8_e4m3fn
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-# Of no use here: scales for quantised activations and caches, and shapes that we know.
+# Not used: scales for quantised activations and caches, and redundant shapes.
 IGNORED_PARTS = (
     *("input_scale", "output_scale", "input_zero_point", "k_scale", "v_scale", "q_scale"),
     "weight_shape",
@@ -33,7 +33,7 @@ IGNORED_PARTS = (
 
 
 class QuantSettings:
-    """What ``quantization_config`` says. Raises ModelLoadError for what is not supported."""
+    """The parsed ``quantization_config``. Raises ModelLoadError for unsupported settings."""
 
     def __init__(self, config: Fields, directory: Path) -> None:
         fields = config.section("quantization_config")
@@ -88,7 +88,7 @@ class QuantSettings:
 
 
 class MatrixReader:
-    """Finds, checks and reads matrices. ``used`` collects the tensors that were asked for."""
+    """Finds, checks and reads matrices. ``used`` collects the names of the tensors read."""
 
     def __init__(self, checkpoint: Checkpoint, settings: QuantSettings) -> None:
         self._checkpoint = checkpoint
@@ -96,7 +96,7 @@ class MatrixReader:
         self.used: set[str] = set()
 
     def matrix(self, base: str, shape: tuple[int, int]) -> Reader:
-        """A reader for ``base`` [N, K]; all that it will read is checked here."""
+        """A reader for ``base`` [N, K], whose tensors are checked here."""
         if f"{base}.qweight" in self._checkpoint:
             return self._gptq_or_awq(base, shape)
         if f"{base}.weight_packed" in self._checkpoint:
@@ -110,7 +110,7 @@ class MatrixReader:
         return self.plain(name, shape)
 
     def plain(self, name: str, shape: tuple[int, ...]) -> Reader:
-        """A reader for a tensor of floating point numbers."""
+        """A reader for a floating-point tensor."""
         self._check(name, shape, *_FLOATS)
         return lambda: self._checkpoint.read(name)
 
@@ -119,7 +119,7 @@ class MatrixReader:
         self.used.add(name)
 
     def _groups(self, name: str, axis: int, num_in: int) -> int:
-        """How many groups the scales ``name`` have along ``axis``; they must divide the inputs."""
+        """Number of groups of the scales ``name`` along ``axis``, which must divide the inputs."""
         shape = self._checkpoint.shape(name)
         num_groups = shape[axis] if len(shape) == 2 else 0
         if num_groups == 0 or num_in % num_groups != 0:
@@ -130,7 +130,7 @@ class MatrixReader:
         return num_groups
 
     def _words(self, base: str, count: int, bits: Bits) -> int:
-        """How many int32 hold ``count`` codes, which must fill them."""
+        """Number of int32 words of ``count`` codes, which must fill them."""
         per_word = 32 // bits
         if count % per_word != 0:
             raise ModelLoadError(
@@ -232,7 +232,7 @@ class MatrixReader:
         return lambda: from_int8(read(codes), read(scale), read(zeros) if has_zeros else None)
 
     def _fp8(self, base: str, shape: tuple[int, int]) -> Reader:
-        """e4m3 codes times one scale, one a row, or one a block (then called ..._scale_inv)."""
+        """e4m3 codes with a scale per tensor, row or block (then named ..._scale_inv)."""
         codes = f"{base}.weight"
         self._check(codes, shape, _FP8)
         name = next(
@@ -259,7 +259,7 @@ class MatrixReader:
         def read() -> torch.Tensor:
             scale = self._checkpoint.read(name).float().view(grid)
             weight = _scaled(self._checkpoint.read(codes), scale)
-            # Codes and scales are finite, as all that is read; what they make may not be.
+            # Codes and scales are finite, but their products may overflow.
             if not bool(weight.sum(dtype=torch.float64).isfinite()):
                 raise ModelLoadError(
                     f"{self._checkpoint.label}: tensor {name} has scales so large that weights are "
@@ -271,7 +271,7 @@ class MatrixReader:
 
 
 def _scaled(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """codes fp8 [N, K] times scale [n, k], each for a block of ceil(N / n) x ceil(K / k)."""
+    """codes fp8 [N, K] times scale [n, k], one per block of ceil(N / n) x ceil(K / k)."""
     values = codes.float()
     for axis, size in enumerate(values.shape):
         if scale.shape[axis] > 1:

@@ -1,7 +1,7 @@
-"""The rotation settings of a Hugging Face config.json, in its old and its new spelling.
+"""RoPE settings of a Hugging Face config.json, in the old and the new schema.
 
-Old: ``rope_theta`` and ``rope_scaling`` beside each other. New: ``rope_parameters``, which holds
-both, for Gemma 3 once for each kind of layer. Defaults are transformers'.
+Old: ``rope_theta`` and ``rope_scaling``. New: ``rope_parameters``, which has both, for Gemma 3 per
+kind of layer. Defaults are those of transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llm_core.loading.fields import Fields
 
 
 class RopeSettings(TypedDict):
-    """The fields of ModelConfig that are about rotation."""
+    """The fields of ModelConfig about RoPE."""
 
     rope_theta: float
     rope_scaling: RopeScaling | None
@@ -23,7 +23,7 @@ class RopeSettings(TypedDict):
 
 
 def read_rope(fields: Fields, family: Family, head_dim: int, context_len: int) -> RopeSettings:
-    """Raises ModelLoadError, or ValueError for numbers that make no sense."""
+    """Raises ModelLoadError, or ValueError for impossible numbers."""
     old, new = fields.section("rope_scaling"), fields.section("rope_parameters")
     scaling, theta, local_theta = (new if fields.is_written("rope_parameters") else old), 1e4, None
     if family == "gemma3":
@@ -50,12 +50,12 @@ def read_rope(fields: Fields, family: Family, head_dim: int, context_len: int) -
 
 def _scaling(rope: Fields, fields: Fields, family: Family, context_len: int) -> RopeScaling | None:
     kind = rope.text("rope_type", rope.text("type", "default"))
-    if family == "phi3" and kind in ("su", "yarn"):  # what its first files called longrope
+    if family == "phi3" and kind in ("su", "yarn"):  # the first name of longrope
         kind = "longrope"
     if kind == "default":
         return None
     if kind == "dynamic":
-        # Changes nothing up to max_position_embeddings, and longer sequences are not accepted.
+        # No effect up to max_position_embeddings, and longer sequences are not accepted.
         return None
     if kind == "linear":
         return LinearRope(factor=rope.number("factor"))
@@ -96,7 +96,7 @@ def _scaling(rope: Fields, fields: Fields, family: Family, context_len: int) -> 
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """Peng et al. 2023, equation 22, with the optional weights that DeepSeek added."""
+    """Peng et al. 2023, equation 22, with the optional factors added by DeepSeek."""
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

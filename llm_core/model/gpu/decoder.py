@@ -1,12 +1,12 @@
-"""The decoder on a GPU: the mathematics of ``Decoder`` in the operations of ``kernels.gpu``.
+"""The decoder on a GPU: ``TorchDecoder`` in the operations of ``kernels.gpu``.
 
-The residual stream is float32, all other activations ``dtype``. A step's input reaches the device
-in one copy; steps of few rows are replayed from CUDA graphs (``cuda_graphs``). Each group of
-segments of a kind has its own attention kernel::
+The residual stream is float32, all other activations ``dtype``. A step's input is copied to the
+device at once; steps of few rows are replayed from CUDA graphs (``graphs``). The attention kernel
+depends on the number of rows of a segment::
 
     one row                    decode_attention    split over long contexts
-    up to 64 rows, or a tree   tree_attention      drafts to verify, the last of a prompt
-    more                       prefill_attention   a prompt's chunk
+    up to 64 rows, or a tree   tree_attention      drafts to verify, the end of a prompt
+    more                       prefill_attention   a prompt chunk
 
 With tensor parallelism every rank runs this on its share of the weights.
 """
@@ -50,14 +50,14 @@ from llm_core.model.parallel.shards import head_rows
 from llm_core.model.rope import rope_tables
 from llm_core.quant import Weight, to_float
 
-# Of one segment each: what the kernels of prompts, of drafts and of products have variants for.
+# Rows of one segment, one for each variant of the attention and matmul kernels.
 _WARM_UP_ROWS = (2, 8, 20, 40, 100, 512)
-_MAX_TOKENS = 4096  # chosen in a step
+_MAX_TOKENS = 4096  # sampled in a step
 
 
 @dataclass(frozen=True, slots=True)
 class _GraphState:
-    """What stays in place for a shape: its input, and where its results go."""
+    """Static input and output buffers of a recorded shape."""
 
     shape: StepShape
     layout: StepLayout
@@ -67,7 +67,7 @@ class _GraphState:
 
 
 class TritonDecoder:
-    """``Decoder`` on a GPU. ``weights`` is read once, entry by entry, and not kept."""
+    """The decoder on a GPU. ``weights`` is read once, entry by entry, and not kept."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class TritonDecoder:
         overlap_rows: int = 0,
         parts: TorchParts | None = None,
     ) -> None:
-        """``config`` and ``weights`` are this rank's share (``parallel.shards``); ``capture`` None:
-        no graphs. ``overlap_rows``: steps of as many rows and more are computed in two halves, so
-        that the sums over ranks of one run while the other computes; 0: none are. ``parts``: what
-        is left to torch, compiled perhaps.
+        """``config`` and ``weights`` are this rank's share (``parallel.shards``). ``capture`` None:
+        no CUDA graphs. ``overlap_rows``: steps with at least this many rows are computed in two
+        halves, so that the all-reduce of one overlaps with computing the other (0: never).
+        ``parts``: operations left to torch, optionally compiled.
         """
         self.config = config
         self.device = device
@@ -100,7 +100,7 @@ class TritonDecoder:
         self._parts = parts or TorchParts()
         self._staging = StagingRing.of(device)
         self._vocab_size = config.vocab_size
-        # What the last step chose, for the next one's input.
+        # Tokens sampled by the last step, for the next step's input.
         self._tokens = torch.zeros(_MAX_TOKENS, dtype=torch.int64, device=device)
         self._embedding = to_float(weights["embedding"]).to(device=device, dtype=dtype)
         self._layers = [
@@ -128,14 +128,14 @@ class TritonDecoder:
 
     @property
     def weight_format(self) -> str:
-        """What the layers' weights and the head are kept as."""
+        """Formats of the layers' weights and the head, such as ``int4+int8 head``."""
         names = {format_name(matrix) for layer in self._layers for matrix in layer.matrices}
         layers, head = "/".join(sorted(names)), format_name(self._head)
         return layers if layers == head else f"{layers}+{head} head"
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of matrices that a decode step reads: all but an embedding that is no head."""
+        """Bytes of matrices that a decode step reads: all but an untied embedding."""
         matrices = [matrix for layer in self._layers for matrix in layer.matrices]
         return sum(map(num_bytes, [*matrices, self._head]))
 
@@ -143,11 +143,11 @@ class TritonDecoder:
         """See ``backend.Model``."""
         assert all(0 <= layer <= len(self._layers) for layer in layers), "no such layer"
         self._feature_layers = layers
-        self._record_again()  # what was recorded computes other features
+        self._record_again()  # recorded graphs compute the old features
 
     def set_vocab_size(self, vocab_size: int) -> None:
         """See ``backend.DeviceSampler``."""
-        assert 0 < vocab_size <= self.config.vocab_size, "the tokenizer's words are the model's"
+        assert 0 < vocab_size <= self.config.vocab_size, "the tokenizer has more tokens"
         if vocab_size != self._vocab_size:
             self._vocab_size = vocab_size
             self._record_again()
@@ -160,20 +160,19 @@ class TritonDecoder:
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
         """Logits of ``batch.logit_rows``, and features, on the CPU; writes keys and values.
 
-        Call under inference mode. Raises ValueError for a tree of more than 64 rows. Sources: those
-        of ``Decoder``.
+        Call under inference mode. Raises ValueError for a tree of more than 64 rows.
         """
         return self.launch(batch, cache).result()
 
     def launch(self, batch: ForwardBatch, cache: KvCache) -> Launched:
-        """Begins ``forward``. See ``backend.DeviceSampler``."""
+        """Starts ``forward``, see ``backend.DeviceSampler``."""
         step = self.pack(batch, cache)
         return self.fetch(step, batch.choices, self.run(step, cache))
 
     def warm_up(self, cache: KvCache, max_sequences: int) -> None:
-        """Records decode steps of up to ``max_sequences`` sequences, so that none waits for it, and
-        has kernels compiled for a prompt's chunk, which is written into the pool's first blocks.
-        Nothing without graphs: what is interpreted is not compiled."""
+        """Records decode steps of up to ``max_sequences`` sequences, and compiles the kernels of
+        prompt chunks, overwriting the first blocks of the pool. Without CUDA graphs (as under the
+        interpreter) it does nothing."""
         self._bind(cache)
         if self._graphs is None:
             return
@@ -187,7 +186,7 @@ class TritonDecoder:
             self.forward(ForwardBatch(tokens, (segment,), torch.tensor([num_rows - 1])), cache)
 
     def pack(self, batch: ForwardBatch, cache: KvCache) -> PackedStep:
-        """A step for ``run``, with the padding that its graph needs if it has one."""
+        """Packs a batch for ``run``, padded to the shape of its graph if it has one."""
         layout, shape = layout_of(batch, cache.block_size), None
         if self._capture is not None:
             lengths = [segment.length for segment in batch.segments]
@@ -196,16 +195,16 @@ class TritonDecoder:
         num_rows, num_logit_rows = layout.num_rows, layout.num_logit_rows
         if shape is not None:
             layout = padded_layout(shape, cache.block_size)
-        words = self._staging.take(layout.num_words)
+        words = self._staging.acquire(layout.num_words)
         pack(batch, layout, cache.block_size, words)
         return PackedStep(
             *(words, layout, shape, num_rows, num_logit_rows),
             wants_features=batch.wants_features,
-            chooses=batch.choices is not None,
+            samples=batch.choices is not None,
         )
 
     def run(self, step: PackedStep, cache: KvCache) -> StepOutputs:
-        """Computes a packed step, without waiting. All ranks do, and all get the same."""
+        """Runs a packed step asynchronously. All ranks run the same steps."""
         self._bind(cache)
         if step.shape is not None and self._graphs is not None:
             shape = step.shape
@@ -218,21 +217,21 @@ class TritonDecoder:
         words = torch.empty_like(step.words, device=self.device)
         self._fill(words, step)
         inputs = StepTensors.of(words, step.layout)
-        taps = self._feature_layers if step.wants_features else ()
-        logits, features = self._compute(inputs, groups, taps, chooses=step.chooses)
-        tokens = self._tokens[: logits.shape[0]] if step.chooses else None
+        feature_layers = self._feature_layers if step.wants_features else ()
+        logits, features = self._compute(inputs, groups, feature_layers, samples=step.samples)
+        tokens = self._tokens[: logits.shape[0]] if step.samples else None
         return StepOutputs(logits, features, tokens)
 
     def _fill(self, target: torch.Tensor, step: PackedStep) -> None:
         target.copy_(step.words, non_blocking=True)
-        self._staging.copied(step.words)
+        self._staging.record_copy(step.words)
 
     def fetch(self, step: PackedStep, choices: TokenChoices | None, made: StepOutputs) -> Launched:
-        """What ``run`` made, without padding, on its way to the CPU; only the tokens of those rows
-        that are chosen here, and only the logits of all others."""
+        """Starts copying the outputs of ``run`` to the host, without padding: logits, or with
+        ``choices`` the sampled tokens and the logits of ``choices.keeps``."""
         logits, features, tokens = made.logits[: step.num_logit_rows], made.features, None
         if choices is not None:
-            assert made.tokens is not None, "a step with choices chooses"
+            assert made.tokens is not None, "a step with choices samples"
             rows = [logits[row : row + 1] for row in choices.keeps]
             logits = torch.cat(rows) if rows else logits[:0]
             tokens = self._to_host(made.tokens[: step.num_logit_rows])
@@ -251,7 +250,7 @@ class TritonDecoder:
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         is_cuda = self.device.type == "cuda" and tensor.numel() > 0
-        # From a cache of such memory, which knows until when a copy needs it.
+        # Pinned memory of torch's caching allocator, which tracks pending copies.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
         return host.copy_(tensor, non_blocking=is_cuda)
 
@@ -265,8 +264,8 @@ class TritonDecoder:
             for data, scale in zip(cache.data.unbind(0), scales, strict=True)
         ]
         if self._capture is not None:
-            # All graphs leave their results here: as they take turns, their own memory can be the
-            # same. A row of logits is half a megabyte, and there are dozens of graphs.
+            # Shared by all graphs, as only one runs at a time: a row of logits has half a megabyte,
+            # and there are dozens of graphs.
             num_features = len(self._feature_layers) * self.config.hidden_size
             self._results = tuple(
                 torch.empty(MAX_ROWS, width, device=self.device)
@@ -275,8 +274,8 @@ class TritonDecoder:
             self._graphs = StepGraphs(self._record, self._make_state, self._run_state)
 
     def _record(self, run: Callable[[], None]) -> Graph:
-        """A recording is tried out first, in the middle of a reply perhaps: what the last step
-        chose must still be there for the next one."""
+        """Records ``run``, preserving the tokens of the last step: recording runs it first,
+        possibly in the middle of a reply."""
         assert self._capture is not None
         tokens = self._tokens.clone()
         graph = self._capture(run)
@@ -288,7 +287,7 @@ class TritonDecoder:
         layout = padded_layout(shape, self._cache.block_size)
         words = torch.zeros(layout.num_words, dtype=torch.int32, device=self.device)
         fields = StepTensors.of(words, layout)
-        for field in (fields.slots, fields.sources):  # all is padding
+        for field in (fields.slots, fields.sources):  # padding only
             field.fill_(-1)
         logits, features = (result[: shape.num_rows] for result in self._results)
         return _GraphState(shape, layout, words, logits, features)
@@ -296,7 +295,7 @@ class TritonDecoder:
     def _run_state(self, state: _GraphState) -> None:
         inputs = StepTensors.of(state.words, state.layout)
         groups = shape_groups(state.shape)
-        logits, features = self._compute(inputs, groups, self._feature_layers, chooses=True)
+        logits, features = self._compute(inputs, groups, self._feature_layers, samples=True)
         state.logits.copy_(logits)
         if features is not None:
             state.features.copy_(features)
@@ -305,15 +304,12 @@ class TritonDecoder:
         self,
         inputs: StepTensors,
         groups: Sequence[AttentionGroup],
-        taps: tuple[int, ...],
+        feature_layers: tuple[int, ...],
         *,
-        chooses: bool,
+        samples: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits float32 [R, vocab_size] and features float32 [T, K * hidden_size], on the device;
-        and in ``_tokens`` what is chosen.
-
-        Waits for nothing, so that it can be recorded.
-        """
+        """Logits float32 [R, vocab_size] and features float32 [T, K * hidden_size] on the device;
+        with ``samples`` also writes ``_tokens``. Does not synchronise, so it can be recorded."""
         ops, config, logit_rows = self.ops, self.config, inputs.logit_rows
         ancestors = {
             group.max_rows: inputs.ancestors[:, : -(-group.max_rows // 32)].contiguous()
@@ -324,16 +320,16 @@ class TritonDecoder:
             self._embedding,
             inputs.token_ids,
             config.embedding_scale,
-            sources=inputs.sources if chooses else None,
-            chosen=self._tokens if chooses else None,
+            sources=inputs.sources if samples else None,
+            chosen=self._tokens if samples else None,
             out_dtype=torch.float32,
         )
         first_norm = self._layers[0].attention_norm
         normed = ops.rms_norm(residual, first_norm, config.rms_eps, out_dtype=self.dtype)
         projected = ops.matmul_parts(normed, self._layers[0].query_key_value)
         last_layer = len(self._layers) - 1
-        all_go_on = any(layer >= last_layer for layer in taps)
-        tapped: dict[int, torch.Tensor] = {}
+        keeps_all_rows = any(layer >= last_layer for layer in feature_layers)
+        hidden_states: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             query = ops.rope_store(
                 projected,
@@ -350,30 +346,35 @@ class TritonDecoder:
             )
             attended = self._attend(query, inputs, groups, ancestors, index)
             attended = attended.reshape(-1, config.query_size)
-            if index == last_layer and not all_go_on:  # beyond here rows do not meet
+            if index == last_layer and not keeps_all_rows:  # from here on rows are independent
                 attended = attended.index_select(0, logit_rows)
                 residual = residual.index_select(0, logit_rows)
-            projected = self._between(attended, residual, index)
-            if index in taps:
-                tapped[index] = residual.clone()
-        normed = projected  # behind the last layer nothing is projected
-        tapped[len(self._layers)] = normed.float()
-        if all_go_on:
+            projected = self._finish_layer(attended, residual, index)
+            if index in feature_layers:
+                hidden_states[index] = residual.clone()
+        normed = projected  # after the last layer it is the final norm
+        hidden_states[len(self._layers)] = normed.float()
+        if keeps_all_rows:
             normed = normed.index_select(0, logit_rows)
         logits = self._gathered(ops.matmul(normed, self._head, out_dtype=torch.float32))
         if config.logit_softcap is not None and logits.shape[0]:
             logits = self._parts.capped(logits, config.logit_softcap)
-        if chooses and logits.shape[0]:
+        if samples and logits.shape[0]:
             ops.sample(logits[:, : self._vocab_size], inputs.choices, out=self._tokens)
-        return logits, torch.cat([tapped[layer] for layer in taps], 1) if taps else None
+        features = None
+        if feature_layers:
+            features = torch.cat([hidden_states[layer] for layer in feature_layers], 1)
+        return logits, features
 
-    def _between(self, attended: torch.Tensor, residual: torch.Tensor, index: int) -> torch.Tensor:
-        """From a layer's attention [T, query_size] to the next one's projections, which may be
-        parts; behind the last layer, what the final norm makes. Adds to ``residual`` [T,
-        hidden_size].
+    def _finish_layer(
+        self, attended: torch.Tensor, residual: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        """Computes a layer from its attention output [T, query_size] to the next layer's
+        projections (possibly parts) or, for the last layer, the final norm. Updates ``residual``
+        [T, hidden_size].
 
-        No row sees another one here, so many rows go in two halves: while ranks add one half's
-        partial sums, the other half is computed.
+        Rows are independent here, so many rows are processed in two halves: the all-reduce of one
+        overlaps with computing the other.
         """
         ops, eps, layer = self.ops, self.config.rms_eps, self._layers[index]
         halves = self._halves(attended.shape[0])
@@ -415,11 +416,11 @@ class TritonDecoder:
 
     def _start_sum(self, x: torch.Tensor, weight: GpuWeight) -> PendingSum:
         if self._collectives.num_ranks == 1:
-            return Summed(self.ops.matmul_parts(x, weight))  # added up by whoever takes it
+            return Summed(self.ops.matmul_parts(x, weight))  # the next operation adds them up
         return self._collectives.start_sum(self.ops.matmul(x, weight))
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the words -> all ranks'; the last one may have fewer."""
+        """All-gathers the logits of all ranks' parts of the vocabulary."""
         num_ranks = self._collectives.num_ranks
         if num_ranks == 1:
             return logits

@@ -1,11 +1,11 @@
-"""Steps of a fixed shape, recorded once and replayed: which shape, with what padding, and when.
+"""CUDA graphs of steps: shapes, padding, and when a graph is recorded.
 
 A decode step of a small model is hundreds of kernels of a few microseconds; launching each from
-Python costs more than running it. A CUDA graph launches all of them at once, but only for the
+Python takes longer than running it. A CUDA graph launches all of them at once, but only for the
 shapes and addresses that it was recorded with. So steps are padded to one of few shapes, and their
-inputs are copied to where the recorded kernels read them.
+inputs are copied to static buffers.
 
-Only ``CudaCapture`` needs a GPU; all decisions are made on plain numbers.
+Only ``CudaCapture`` needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-# Of sequences in a step, and of rows of each: one for decoding, more for verification of drafts.
+# Sequences of a step, and rows of each: one for decoding, more for verification of drafts.
 SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-# Of the longest sequence: attention is launched for as many positions as there may be.
+# Length of the longest sequence, for which attention is launched.
 LENGTH_BUCKETS = (2048, 8192, 32768, 131072)
-MAX_ROWS = 512  # of a step: beyond, kernels take so long that launching them hides behind it
-_SPARE_ROWS = 8  # that a step may be padded with, besides as many as it has
+MAX_ROWS = 512  # of a step; with more, kernels take longer than launching them
+_SPARE_ROWS = 8  # of padding, in addition to the number of rows of the step
 _NUM_WARM_UPS = 2  # runs before recording: kernels are compiled, workspaces allocated
-_RECORD_AT = 3  # the time a shape is seen at which it is worth recording
-_MAX_GRAPHS = 48  # each keeps its inputs, outputs and launch records: some MB
+_RECORD_AT = 3  # number of occurrences at which a shape is recorded
+_MAX_GRAPHS = 48  # each needs some MB for inputs, outputs and launch records
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Up to ``num_sequences`` segments of up to ``rows_each`` rows, none of which ends beyond
-    ``max_length`` positions."""
+    """Up to ``num_sequences`` segments of up to ``rows_each`` rows, which end within ``max_length``
+    positions."""
 
     num_sequences: int
     rows_each: int
@@ -44,9 +44,8 @@ class StepShape:
 
 
 def shape_for(lengths: Sequence[int], longest: int, max_context: int) -> StepShape | None:
-    """The smallest shape for segments of these numbers of rows, of which the last position is
-    ``longest`` - 1; None where a step like this is not worth a graph: a prompt's chunk is in it, or
-    it is large."""
+    """The smallest shape for segments with ``lengths`` rows, whose positions are below ``longest``;
+    None if the step should not use a graph: it has a prompt chunk, or is large."""
     most = max(lengths)
     if most > ROW_BUCKETS[-1] or len(lengths) > SEQUENCE_BUCKETS[-1]:
         return None
@@ -55,35 +54,35 @@ def shape_for(lengths: Sequence[int], longest: int, max_context: int) -> StepSha
     at = bisect_left(LENGTH_BUCKETS, longest)
     bound = LENGTH_BUCKETS[at] if at < len(LENGTH_BUCKETS) else max_context
     shape = StepShape(num_sequences, rows_each, min(bound, max_context))
-    # What is padded with must not cost more than launching did: one long segment beside many
-    # single rows would be paid by each of them.
+    # Padding must not cost more than launching: with one long segment beside many single rows, each
+    # of those would be padded to its length.
     if shape.num_rows > min(MAX_ROWS, 2 * sum(lengths) + _SPARE_ROWS):
         return None
     return shape
 
 
 def decode_shapes(max_sequences: int, max_context: int) -> list[StepShape]:
-    """What is recorded before the first request: decode steps of up to ``max_sequences``."""
+    """Shapes recorded at warm-up: decode steps of up to ``max_sequences`` sequences."""
     last = bisect_left(SEQUENCE_BUCKETS, min(max_sequences, SEQUENCE_BUCKETS[-1]))
     length = min(LENGTH_BUCKETS[0], max_context)
     return [StepShape(count, 1, length) for count in SEQUENCE_BUCKETS[: last + 1]]
 
 
 class Graph(Protocol):
-    """What was recorded."""
+    """A recorded graph."""
 
     def replay(self) -> None:
-        """Runs it again, on what its inputs hold now."""
+        """Runs the graph on the current contents of its inputs."""
 
 
 class Capture(Protocol):
-    """Records what ``run`` launches; ``run`` reads and writes only tensors that stay in place."""
+    """Records the launches of ``run``, which may only access static tensors."""
 
     def __call__(self, run: Callable[[], None]) -> Graph: ...
 
 
 class CudaCapture:
-    """``torch.cuda.CUDAGraph``; all graphs share one pool of memory, so one may run at a time."""
+    """Records ``torch.cuda.CUDAGraph``s that share a memory pool, so only one may run at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -96,7 +95,7 @@ class CudaCapture:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog asks for events on a thread of its own meanwhile.
+        # thread_local: NCCL's watchdog queries events on another thread.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
@@ -112,7 +111,7 @@ class _Recorded(Generic[State]):
 
 
 class StepGraphs(Generic[State]):
-    """The graphs by shape. ``State`` are a shape's inputs and outputs, which stay in place."""
+    """Graphs by shape. ``State``: the static inputs and outputs of a shape."""
 
     def __init__(
         self,
@@ -122,8 +121,8 @@ class StepGraphs(Generic[State]):
         *,
         max_graphs: int = _MAX_GRAPHS,
     ) -> None:
-        """``make_state`` makes inputs that can be computed on; ``run`` computes a state's outputs
-        from its inputs, without waiting for the device."""
+        """``make_state`` allocates buffers with valid inputs; ``run`` computes a state's outputs
+        from its inputs, without synchronisation."""
         self._capture = capture
         self._make_state = make_state
         self._run = run
@@ -135,7 +134,7 @@ class StepGraphs(Generic[State]):
         return len(self._recorded)
 
     def is_ready(self, shape: StepShape) -> bool:
-        """Whether a step of this shape is to be replayed; records it when it has come often."""
+        """Can a step of this shape be replayed? Records it if it has occurred often."""
         if shape in self._recorded:
             return True
         self._seen[shape] = self._seen.get(shape, 0) + 1
@@ -145,7 +144,7 @@ class StepGraphs(Generic[State]):
         return True
 
     def record(self, shape: StepShape) -> None:
-        """Records a shape now, as when the engine starts: later it would hold up a stream."""
+        """Records a shape now, as at start-up; later it would delay a reply."""
         if shape in self._recorded:
             return
         state = self._make_state(shape)
@@ -153,7 +152,7 @@ class StepGraphs(Generic[State]):
         self._recorded[shape] = _Recorded(graph, state)
 
     def replay(self, shape: StepShape, fill: Callable[[State], None]) -> State:
-        """Fills the inputs of a shape that is ready and runs it; its outputs hold until the next
+        """Fills the inputs of a recorded shape and runs it. Its outputs are valid until the next
         step."""
         recorded = self._recorded[shape]
         fill(recorded.state)

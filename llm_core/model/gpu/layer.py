@@ -24,7 +24,7 @@ class GpuLayer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """``weights`` as in ``decoder.weight_shapes``; activations are ``dtype``."""
+        """``weights`` by the names of ``loading.layer_shapes``; ``dtype``: of activations."""
 
         def matrix(*names: str) -> GpuWeight:
             stacked = stack_rows([weights[f"layers.{index}.{name}"] for name in names])

@@ -1,18 +1,17 @@
-"""A step's input as one run of int32 words: it reaches the device, or another rank, at once.
+"""A step's input packed into one int32 array, for one copy to the device or to other ranks.
 
     seeds [R, 2] | token_ids [T] | sources [T] | positions [T] | slots [T] | ancestors [T, 2]
     | row_starts [B + 1] | starts [B] | ends [B] | logit_rows [R] | temperature [R] | top_k [R]
     | top_p [R] | min_p [R] | places [R] | block_tables [B, W]
 
-Each field begins at a multiple of 16 bytes, as vector loads want it.
+Each field is aligned to 16 bytes, for vector loads.
 
-``positions`` are places in the text (RoPE), ``slots`` places in the KV pool; ``ancestors`` the rows
-of the segment that a row sees, itself among them, as bits (row r is bit r % 32 of word r // 32), of
-segments up to 64 rows. Segment b has the rows [row_starts[b], row_starts[b + 1]), of which the
-first is position starts[b], and ends[b] is one past the last. Where a step is padded, rows of
-padding have slot -1 and segments of padding no rows and an end of 0. ``sources`` are those of
-``batch.TokenChoices``, -1 where there are none; the fields of a row of logits are those of
-``SamplingInputs`` (``places`` its positions; float32 as its bits), and greedy where nobody says.
+``positions`` are RoPE positions, ``slots`` positions in the KV pool; ``ancestors`` are bit masks of
+the rows of the segment that a row sees including itself (row r is bit r % 32 of word r // 32), for
+segments of up to 64 rows. Segment b has the rows [row_starts[b], row_starts[b + 1]) at positions
+[starts[b], ends[b]). Padding rows have slot -1; padding segments have no rows and end 0.
+``sources`` are those of ``batch.TokenChoices`` (-1: none). The fields per row of logits are those
+of ``SamplingInputs`` (``places``: its positions; float32 as bits), greedy by default.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """How many rows, segments and rows of logits there are, and blocks in a row of a table."""
+    """Numbers of rows, segments and rows of logits, and width of the block tables."""
 
     num_rows: int
     num_segments: int
@@ -66,7 +65,7 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Views into a step's words, int32 (but for ``choices``), where the words are."""
+    """Views into a step's words: int32 (except ``choices``), on the same device."""
 
     token_ids: torch.Tensor
     sources: torch.Tensor
@@ -109,7 +108,7 @@ class StepTensors:
 
 
 def layout_of(batch: ForwardBatch, block_size: int) -> StepLayout:
-    """Without padding, and with tables that hold the longest segment."""
+    """The layout of a batch without padding."""
     width = max(-(-segment.end // block_size) for segment in batch.segments)
     num_rows, num_logit_rows = int(batch.token_ids.shape[0]), int(batch.logit_rows.shape[0])
     return StepLayout(num_rows, len(batch.segments), num_logit_rows, width)
@@ -118,8 +117,7 @@ def layout_of(batch: ForwardBatch, block_size: int) -> StepLayout:
 def pack(batch: ForwardBatch, layout: StepLayout, block_size: int, words: torch.Tensor) -> None:
     """Writes a batch into ``words`` int32 [layout.num_words] (CPU), padded to ``layout``.
 
-    Where there is room for more rows of logits than are wanted, the last ones are row 0. Raises
-    ValueError for a tree of more than 64 rows.
+    Padding rows of logits refer to row 0. Raises ValueError for a tree of more than 64 rows.
     """
     _, *fields, tables = [part.numpy() for part in layout.split(words)]
     token_ids, sources, positions, slots, ancestors, row_starts, starts, ends, logit_rows, *_ = (
@@ -184,7 +182,7 @@ def _aligned(size: int) -> int:
 
 
 def ancestor_words(segment: Segment) -> IntArray:
-    """int32 [rows, 2]: the rows that each row of a segment sees, itself among them, as bits."""
+    """int32 [rows, 2]: bit masks of the rows that each row of a segment sees, including itself."""
     parents: Sequence[int] = segment.parents or range(-1, segment.length - 1)
     if len(parents) > MAX_TREE_ROWS:
         raise ValueError(f"a tree has {len(parents)} rows, at most {MAX_TREE_ROWS}")

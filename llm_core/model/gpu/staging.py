@@ -1,8 +1,7 @@
-"""Memory that a device copies from, and to, while the host goes on.
+"""Pinned staging buffers for asynchronous copies between host and device.
 
-Pinned, so that copies need not wait, and a ring of two: one step's input may still be on its way
-when the next one's is written. Whoever takes a buffer waits for the copy that last used it, which
-was made two steps ago.
+A ring of two: one step's input may still be copied when the next one's is written. Acquiring a
+buffer waits for the copy that last used it, two steps before.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ _LEAST_WORDS = 4096
 
 
 class Event(Protocol):
-    """As ``torch.cuda.Event``."""
+    """The interface of ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Marks this place in the current stream."""
+        """Records the event in the current stream."""
 
     def synchronize(self) -> None:
-        """Waits until the device has come to the mark; not at all where there is none."""
+        """Waits for the recorded work; returns at once if nothing was recorded."""
 
 
 @dataclass(slots=True)
@@ -34,10 +33,10 @@ class _Slot:
 
 
 class StagingRing:
-    """Buffers of int32 words that take turns."""
+    """A ring of int32 buffers."""
 
     def __init__(self, *, is_pinned: bool, make_event: Callable[[], Event] | None) -> None:
-        """``make_event`` None: copies are over when they return, as on a CPU."""
+        """``make_event`` None: copies are synchronous, as on a CPU."""
         self._is_pinned = is_pinned
         self._slots = [
             _Slot(torch.empty(0, dtype=torch.int32), None if make_event is None else make_event())
@@ -47,14 +46,13 @@ class StagingRing:
 
     @classmethod
     def of(cls, device: torch.device) -> StagingRing:
-        """For copies to and from ``device``."""
+        """A ring for copies to and from ``device``."""
         if device.type != "cuda":
             return cls(is_pinned=False, make_event=None)
         return cls(is_pinned=True, make_event=torch.cuda.Event)
 
-    def take(self, num_words: int) -> torch.Tensor:
-        """int32 [num_words] that no copy uses any more; holds until it is taken again, which is
-        when the ring has come round."""
+    def acquire(self, num_words: int) -> torch.Tensor:
+        """A free buffer int32 [num_words], valid until the ring wraps around."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _NUM_SLOTS
         if slot.used is not None:
@@ -64,8 +62,8 @@ class StagingRing:
             slot.words = torch.empty(size, dtype=torch.int32, pin_memory=self._is_pinned)
         return slot.words[:num_words]
 
-    def copied(self, words: torch.Tensor) -> None:
-        """A copy that uses ``words`` (of ``take``) was just put into the current stream."""
+    def record_copy(self, words: torch.Tensor) -> None:
+        """Records that a copy of ``words`` (of ``acquire``) was enqueued in the current stream."""
         for slot in self._slots:
             if slot.used is not None and slot.words.data_ptr() == words.data_ptr():
                 slot.used.record()

@@ -1,4 +1,4 @@
-"""A packed step, and the runs of its segments that one attention kernel serves."""
+"""Packed steps, and their division into groups of segments with the same attention kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llm_core.model.gpu.packed_batch import MAX_TREE_ROWS, StepLayout, StepTenso
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Neighbouring segments, and rows, of one kind; no segment has more than ``max_rows`` rows or
-    ends beyond ``max_length`` positions."""
+    """Consecutive segments of one kind and their rows; segments have at most ``max_rows`` rows and
+    end within ``max_length`` positions."""
 
     kind: Literal["decode", "tree", "prefill"]
     segments: slice
@@ -28,10 +28,9 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """What all ranks are told of a step. ``words`` int32 on the CPU; ``shape`` None: no graph.
+    """A step as broadcast to all ranks. ``words`` int32 on the CPU; ``shape`` None: no graph.
 
-    Of its rows ``num_rows`` are no padding, and of its rows of logits ``num_logit_rows``.
-    ``chooses``: tokens are chosen too.
+    ``num_rows`` and ``num_logit_rows`` do not count padding. ``samples``: also sample tokens.
     """
 
     words: torch.Tensor
@@ -40,13 +39,13 @@ class PackedStep:
     num_rows: int
     num_logit_rows: int
     wants_features: bool
-    chooses: bool = False
+    samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a step made, on the device, perhaps with padding: it holds until the next step.
-    ``tokens`` None: none were chosen."""
+    """Outputs of a step on the device, possibly padded, valid until the next step. ``tokens`` is
+    None if none were sampled."""
 
     logits: torch.Tensor
     features: torch.Tensor | None
@@ -55,7 +54,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """On its way to the host; ``done`` None: it is there."""
+    """A result being copied to the host; complete if ``done`` is None."""
 
     fetched: ForwardResult
     done: torch.cuda.Event | None
@@ -67,7 +66,7 @@ class LaunchedStep:
 
 
 def attention_groups(step: PackedStep) -> list[AttentionGroup]:
-    """The runs of segments that one kernel serves, from the words of a step without padding."""
+    """Groups of consecutive segments of one kind, for a step without padding."""
     fields = StepTensors.of(step.words, step.layout)
     bounds, ends = fields.row_starts.tolist(), fields.ends.tolist()
     kinds = [_kind(stop - start) for start, stop in pairwise(bounds)]
@@ -77,7 +76,7 @@ def attention_groups(step: PackedStep) -> list[AttentionGroup]:
         if index < len(kinds) and kinds[index] == kinds[first]:
             continue
         longest = max(stop - start for start, stop in pairwise(bounds[first : index + 1]))
-        if kinds[first] == "tree":  # few variants: a new length must not wait for a compiler
+        if kinds[first] == "tree":  # few variants: a new length must not trigger a compilation
             longest = ROW_BUCKETS[bisect_left(ROW_BUCKETS, longest)]
         groups.append(
             AttentionGroup(
@@ -93,9 +92,9 @@ def attention_groups(step: PackedStep) -> list[AttentionGroup]:
 
 
 def shape_groups(shape: StepShape) -> list[AttentionGroup]:
-    """The one group of a padded step."""
+    """The group of a padded step."""
     kind = _kind(shape.rows_each)
-    assert kind != "prefill", "a prompt's chunk has no shape"
+    assert kind != "prefill", "a prompt chunk has no shape"
     everything = slice(0, shape.num_sequences), slice(0, shape.num_rows)
     return [AttentionGroup(kind, *everything, shape.rows_each, shape.max_length)]
 
@@ -107,6 +106,6 @@ def _kind(num_rows: int) -> Literal["decode", "tree", "prefill"]:
 
 
 def padded_layout(shape: StepShape, block_size: int) -> StepLayout:
-    """Of a step of this shape, of which all rows may want logits."""
+    """The layout of a step of this shape, with logits for all rows."""
     width = -(-shape.max_length // block_size)
     return StepLayout(shape.num_rows, shape.num_sequences, shape.num_rows, width)

@@ -1,4 +1,4 @@
-"""What a GPU step leaves to torch, as it is or compiled (``torch.compile``) into fewer kernels."""
+"""Operations of a GPU step that are left to torch, optionally compiled by ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """``cap`` * tanh(logits / ``cap``), perhaps in place (Gemma 2)."""
+    """``cap`` * tanh(logits / ``cap``), possibly in place (Gemma 2)."""
     return logits.div_(cap).tanh_().mul_(cap)
 
 
 def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    # Out of place: compiled, it is one kernel either way.
+    # Out of place: it compiles to one kernel either way.
     return torch.tanh(logits / cap) * cap
 
 
 class TorchParts:
-    """``capped``."""
+    """The torch operations of a decoder."""
 
     def __init__(self, compile_on: torch.device | None = None) -> None:
-        """Compiled for ``compile_on``; None: as they are. Raises ValueError where there is no
-        compiler that works, which a first compilation finds out."""
+        """Compiles the operations for ``compile_on``, unless None. Raises ValueError if a first
+        compilation fails."""
         self.capped = capped
         if compile_on is None:
             return
         self.capped = _compiled(_capped)
         try:
             self.capped(torch.ones(2, 3, device=compile_on), 2.0)
-        # What compilers raise is as diverse as they are; the reason is what the caller needs.
+        # Compilers raise exceptions of many types; the caller needs the reason.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"torch.compile does not work here: {reason}") from error
 
 
 def _compiled(function: Function) -> Function:
-    # Sizes change with every step: one program for all of them.
+    # Sizes change with every step, so compile for dynamic shapes.
     return cast(Function, torch.compile(function, dynamic=True))

@@ -1,4 +1,4 @@
-"""Weights as the GPU kernels read them, and the one place that chooses the form of each."""
+"""Conversion of stored weights to the formats of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _GROUPS = (32, 64, 128, 256)
 
 
 def check_format(name: str) -> GpuFormat:
-    """Raises ValueError for a name that is no format of this path."""
+    """Raises ValueError for an unknown format."""
     if name not in FORMATS:
         raise ValueError(f"weight format {name!r} is not one of GPUs: {', '.join(FORMATS)}")
     return cast(GpuFormat, name)
 
 
 def compute_dtype(weight_format: GpuFormat, *, is_cuda: bool) -> torch.dtype:
-    """What activations are kept in: as the weights if a float format is asked for, else bfloat16;
-    float32 where kernels are interpreted, which is for comparing."""
+    """Dtype of activations: that of the weights for a float format, else bfloat16, or float32 under
+    the interpreter, which is used for comparisons."""
     default = torch.bfloat16 if is_cuda else torch.float32
     return _DTYPES.get(weight_format, default)
 
@@ -43,12 +43,12 @@ def compute_dtype(weight_format: GpuFormat, *, is_cuda: bool) -> torch.dtype:
 def gpu_weight(
     weight: Weight, weight_format: GpuFormat, dtype: torch.dtype, device: torch.device
 ) -> GpuWeight:
-    """A matrix [N, K] in the form asked for, on ``device``.
+    """A matrix [N, K] in the requested format, on ``device``.
 
-    "auto" keeps codes of 4 and 8 bits as they are stored, turns Q6_K's groups of 16 into 8 bits of
-    groups of 32, and all else into ``dtype``. "int4" runs what is stored in 4 bits so, and nothing
-    else: quantising here would lose more than the file's maker agreed to. "int8" and "fp8" have one
-    scale a row.
+    "auto" keeps stored codes of 4 and 8 bits, requantises Q6_K (groups of 16) to 8 bits in groups
+    of 32, and converts all else to ``dtype``. "int4" applies to weights stored in 4 bits only:
+    quantising others would lose accuracy that the publisher did not accept. "int8" and "fp8" have
+    one scale per row.
     """
     if weight_format == "int8":
         return _on(device, pack_int8(*quantize_int8(to_float(weight))))
@@ -60,12 +60,12 @@ def gpu_weight(
             return _on(device, pack_int4(grouped.codes, grouped.scale, grouped.zero, grouped.group))
         if grouped is not None:
             return _on(device, pack_int8(grouped.codes, grouped.scale, grouped.zero, grouped.group))
-    # A rank may hold some columns, a view; kernels read rows one after another.
+    # A rank's columns are a strided view; kernels need contiguous rows.
     return to_float(weight).to(device=device, dtype=dtype).contiguous()
 
 
 def format_name(weight: GpuWeight) -> str:
-    """For people: "int4", "int8", "fp8", or the dtype."""
+    """Display name: "int4", "int8", "fp8", or the dtype."""
     if isinstance(weight, torch.Tensor):
         return str(weight.dtype).removeprefix("torch.")
     return {"Int4Weight": "int4", "Int8Weight": "int8", "Float8Weight": "fp8"}[
@@ -74,7 +74,7 @@ def format_name(weight: GpuWeight) -> str:
 
 
 def num_bytes(weight: GpuWeight) -> int:
-    """What one pass over the weight reads."""
+    """Bytes that one pass over the weight reads."""
     if isinstance(weight, torch.Tensor):
         return weight.numel() * weight.element_size()
     return weight.num_bytes
@@ -83,7 +83,7 @@ def num_bytes(weight: GpuWeight) -> int:
 def _grouped(weight: Weight, *, only_4_bits: bool) -> GroupedCodes | None:
     grouped = to_grouped(weight)
     if grouped is None and isinstance(weight, BlockTensor | GroupedCodes) and not only_4_bits:
-        # Groups that kernels do not have; K of such formats is a multiple of 32.
+        # Groups that kernels do not support; K of such formats is a multiple of 32.
         grouped = quantize_grouped(weight, 32) if weight.shape[1] % 32 == 0 else None
     if grouped is None or grouped.group not in _GROUPS or grouped.shape[1] % grouped.group:
         return None

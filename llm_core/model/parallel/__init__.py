@@ -1,1 +1,1 @@
-"""Tensor parallelism: the heads, the feed-forward and the vocabulary of one model over ranks."""
+"""Tensor parallelism over the heads, the feed-forward and the vocabulary of a model."""

@@ -1,7 +1,7 @@
 """A rank above 0: ``python -m llm_core.model.parallel.follower --rank N --folder DIR``.
 
 Started by rank 0, the engine process (``launch``). Reads an ``EngineConfig`` as one line of JSON,
-loads its share of the model, and does what rank 0 does until its standard input is closed.
+loads its share of the model, and repeats rank 0's calls until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
     add_log_arguments(parser)
     arguments = parser.parse_args()
     start_logging(arguments, f"rank{arguments.rank}")
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, by ending
+    for number in (signal.SIGINT, signal.SIGTERM):  # it exits with rank 0
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
@@ -39,20 +39,20 @@ def main() -> int:
 
 
 def follow(config: EngineConfig, folder: Path, rank: int) -> int:
-    """The process's exit status; why it is not 0 is in the log."""
+    """Runs the rank and returns the exit status; failures are logged."""
     try:
         ModelRunner.follow(config, folder, rank)
     except ModelLoadError as error:
         logger.error("rank %d cannot load its share of the model: %s", rank, error)
         return 1
-    except RuntimeError:  # torch.distributed's when another rank is gone, and the GPU's own
+    except RuntimeError:  # of torch.distributed if another rank has exited, or of the GPU
         logger.exception("rank %d ends", rank)
         return 1
     return 0
 
 
 def _end_with_parent() -> None:
-    """The parent writes nothing more; the end of the pipe is its own end."""
+    """Exits when the parent does, which closes the pipe."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(0)

@@ -1,8 +1,8 @@
-"""The processes that run one model together: their sums and joins, and what rank 0 tells others.
+"""The process group of a tensor-parallel model: collectives, and messages from rank 0.
 
 torch.distributed: NCCL between GPUs, gloo between CPUs and for messages. All ranks are on one
-machine; they find each other by a file in a folder that only this user can read, and talk over the
-loopback interface, so nothing is opened to the network.
+machine; they rendezvous by a file in a folder that only this user can read, and communicate over
+the loopback interface, so no port is open to the network.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-_MEETING_TIMEOUT = timedelta(minutes=2)
-# A rank that waits for the next step waits as long as nobody speaks; what ends it is rank 0's end.
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
+# Ranks wait for the next step for as long as the engine is idle; they exit with rank 0.
 _STEP_TIMEOUT = timedelta(days=365)
-_MESSAGE_LEN = 4096  # int32 words of the first part: a decode step of 64 rows fits
+_MESSAGE_LEN = 4096  # int32 words of the first part, enough for a decode step of 64 rows
 
 
 class PendingSum(Protocol):
-    """A sum over ranks that was begun."""
+    """An all-reduce in progress."""
 
     def wait(self) -> torch.Tensor:
-        """The sum. On a GPU it is the stream that waits, not the host."""
+        """The sum. On a GPU the stream waits for it, not the host."""
 
 
 class Collectives(Protocol):
-    """What a decoder needs of the other ranks. Called by all ranks, in the same order."""
+    """Collective operations of a decoder. All ranks must call them in the same order."""
 
     num_ranks: int
 
     def start_sum(self, x: torch.Tensor) -> PendingSum:
-        """Begins to make x the sum of all ranks' x, on each of them."""
+        """Starts an in-place all-reduce of x."""
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, W] of each rank (W the same on all) -> [R, num_ranks * W], in the order of ranks."""
+        """All-gathers [R, W] of each rank to [R, num_ranks * W]; W is the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """There is nothing to wait for."""
+    """A sum that is already complete."""
 
     x: torch.Tensor
 
@@ -54,7 +54,7 @@ class Summed:
 @dataclass(frozen=True, slots=True)
 class _Summing:
     x: torch.Tensor
-    work: Any  # torch.distributed's
+    work: Any  # of torch.distributed
 
     def wait(self) -> torch.Tensor:
         self.work.wait()
@@ -62,7 +62,7 @@ class _Summing:
 
 
 class Alone:
-    """One rank: there is nothing to add."""
+    """The collectives of a single rank."""
 
     num_ranks = 1
 
@@ -74,20 +74,21 @@ class Alone:
 
 
 class RankGroup:
-    """This process's place among ``num_ranks``. Made once a process: joining waits for the others.
+    """This process's rank in a group of ``num_ranks``; one per process. The constructor waits for
+    the other ranks.
 
-    Raises RuntimeError (of torch.distributed) when they do not come, or when one of them is gone.
+    Raises RuntimeError (of torch.distributed) if they do not join, or if one of them has exited.
     """
 
     def __init__(self, folder: Path, *, rank: int, num_ranks: int, is_cuda: bool) -> None:
-        """``folder`` is private to the ranks. On CUDA the current device must be this rank's."""
+        """``folder``: private to the ranks. On CUDA the current device must be this rank's."""
         self.rank = rank
         self.num_ranks = num_ranks
-        # One machine: without this, gloo and NCCL listen on whatever the host's name resolves to.
+        # By default gloo and NCCL listen on the address that the host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(folder / "meeting"), num_ranks)  # type: ignore[attr-defined]
-        store.set_timeout(_MEETING_TIMEOUT)
+        store.set_timeout(_RENDEZVOUS_TIMEOUT)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
             store=store,
@@ -97,18 +98,18 @@ class RankGroup:
         )
 
     def start_sum(self, x: torch.Tensor) -> PendingSum:
-        """As in ``Collectives``."""
+        """See ``Collectives``."""
         work = dist.all_reduce(x, async_op=True)
-        assert work is not None, "this process is in the group"
+        assert work is not None, "this process is a member of the group"
         return _Summing(x, work)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """As in ``Collectives``."""
+        """See ``Collectives``."""
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
 
-    def announce(self, words: torch.Tensor) -> None:
+    def broadcast(self, words: torch.Tensor) -> None:
         """Rank 0 says int32 words [n] (CPU) to all others."""
         assert self.rank == 0 and words.dtype == torch.int32
         first = torch.zeros(_MESSAGE_LEN, dtype=torch.int32)
@@ -120,8 +121,8 @@ class RankGroup:
         if at < num_words:
             dist.broadcast(words[at:].contiguous(), 0)
 
-    def hear(self) -> torch.Tensor:
-        """The next words that rank 0 announces, int32 [n]; waits for them."""
+    def receive(self) -> torch.Tensor:
+        """Waits for the next message of rank 0, int32 [n]."""
         first = torch.empty(_MESSAGE_LEN, dtype=torch.int32)
         dist.broadcast(first, 0)
         num_words = int(first[0])
@@ -131,10 +132,10 @@ class RankGroup:
         dist.broadcast(rest, 0)
         return torch.cat((first[1:], rest))
 
-    def meet(self) -> None:
-        """Returns when all ranks have come here."""
-        dist.all_reduce(torch.zeros(1))  # on the CPU: a barrier would be NCCL's where there is one
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        dist.all_reduce(torch.zeros(1))  # on the CPU; dist.barrier would use NCCL
 
     def close(self) -> None:
-        """Leaves the group; tests need it, a process that ends does not."""
+        """Leaves the group; only needed by tests, as the end of the process does so too."""
         dist.destroy_process_group()

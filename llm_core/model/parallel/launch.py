@@ -1,7 +1,7 @@
-"""Rank 0's side of starting the others: one process a rank, which lives as long as this one.
+"""Rank 0's side of starting the other ranks, one process each, which live as long as rank 0.
 
 engine process = rank 0        python -m llm_core.model.parallel.follower --rank N --folder DIR
-EngineConfig, one JSON line -> its standard input, which stays open: its end is the process's
+EngineConfig, one JSON line -> its standard input; it exits when that is closed
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _EXIT_TIMEOUT_S = 5.0
 
 
 def join(folder: Path, rank: int, num_ranks: int) -> RankGroup:
-    """Rank ``rank`` of the group that meets in ``folder``, on the GPU of that number. Raises
-    RuntimeError when the others do not come."""
+    """Joins the group in ``folder`` as rank ``rank``, on the GPU of that index. Raises RuntimeError
+    if the other ranks do not join."""
     is_cuda = not is_interpreted()
     if is_cuda:
         torch.cuda.set_device(rank)
@@ -42,8 +42,8 @@ class Followers:
     """The processes of ranks 1 to ``config.tensor_parallel`` - 1."""
 
     def __init__(self, config: EngineConfig, no_gpu: str | None) -> None:
-        """``no_gpu``: why there is no GPU to be used, if so. Raises ModelLoadError for that, for
-        too few GPUs, and when a process cannot be started."""
+        """``no_gpu``: the reason why there is no usable GPU, if so. Raises ModelLoadError for that,
+        for too few GPUs, and if a process cannot be started."""
         num_ranks = config.tensor_parallel
         if no_gpu is None and not is_interpreted() and torch.cuda.device_count() < num_ranks:
             no_gpu = f"there are {torch.cuda.device_count()} GPUs"
@@ -62,17 +62,17 @@ class Followers:
             raise ModelLoadError(f"a rank's process cannot be started: {error}") from error
 
     def join(self) -> RankGroup:
-        """Rank 0 of the group, when all have come. Raises ModelLoadError."""
+        """Joins as rank 0, when all ranks have joined. Raises ModelLoadError."""
         try:
             return join(Path(self._folder.name), 0, len(self._processes) + 1)
         except RuntimeError as error:
             raise ModelLoadError(f"the ranks of the model did not meet: {error}") from error
 
-    def meet(self, group: RankGroup) -> None:
-        """Returns when all have loaded their share; from then on the end of one ends this process.
-        Raises ModelLoadError when one has failed; its log says why."""
+    def wait_until_loaded(self, group: RankGroup) -> None:
+        """Returns when all ranks have loaded their share; from then on the exit of one ends this
+        process. Raises ModelLoadError if one has failed, for the reason in its log."""
         try:
-            group.meet()
+            group.barrier()
         except RuntimeError as error:
             raise ModelLoadError(f"a rank has not loaded its share: {error}") from error
         self._watch_all()
@@ -84,11 +84,11 @@ class Followers:
             ).start()
 
     def close(self) -> None:
-        """Ends the processes and waits for them."""
+        """Stops the processes and waits for them."""
         self._is_closing = True
         for process in self._processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended before it read its configuration
+            with suppress(BrokenPipeError):  # it exited before it read its configuration
                 process.stdin.close()
         for process in self._processes:
             try:
@@ -99,7 +99,7 @@ class Followers:
         self._folder.cleanup()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """A sum in which one rank is missing would wait for ever."""
+        """Ends this process when a rank exits: an all-reduce would wait for it forever."""
         status = process.wait()
         if not self._is_closing:
             logger.error("rank %d of the model has ended with status %d", rank, status)

@@ -1,15 +1,15 @@
-"""What one rank of a tensor-parallel group holds of a model.
+"""Sharding of a model's weights over the ranks of a tensor-parallel group.
 
-Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053). Of N ranks each has 1/N of the query and
-key/value heads and of the feed-forward's inner width, so that a layer needs two sums over ranks and
-nothing else::
+Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053). Each of N ranks has 1/N of the query and KV
+heads and of the feed-forward's inner width, so a layer needs two all-reduces and no other
+communication::
 
-    query, key, value, gate, up    rows    [out / N, in]     a rank's heads, its inner values
-    attention_output, down         columns [out, in / N]     partial sums, added over ranks
-    head                           rows    [vocab / N, in]   logits of a rank's part of the words
-    embedding, norms               whole
+    query, key, value, gate, up    rows    [out / N, in]     a rank's heads and inner dimensions
+    attention_output, down         columns [out, in / N]     partial sums, all-reduced
+    head                           rows    [vocab / N, in]   logits of a rank's part of the
+    vocabulary embedding, norms               replicated
 
-What a rank computes is a smaller model of the same shape, so the decoder is the same.
+A rank's share is a smaller model of the same architecture, so the decoder is the same.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _BY_COLUMNS = frozenset(("attention_output", "down"))
 
 
 def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The model of one rank; its head is a matrix of its own. Raises ModelLoadError where heads or
-    inner width cannot be shared out evenly."""
+    """The configuration of one rank, with an untied head. Raises ModelLoadError if heads or inner
+    width are not divisible."""
     if num_ranks == 1:
         return config
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
@@ -50,20 +50,20 @@ def shard_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def head_rows(vocab_size: int, num_ranks: int) -> int:
-    """Words of a rank's part of the vocabulary; the last rank may have fewer."""
+    """Vocabulary size per rank; the last rank may have fewer rows."""
     return -(-vocab_size // num_ranks)
 
 
 class ShardedWeights(Mapping[str, Weight]):
-    """The weights of rank ``rank`` out of those of the whole model, cut as they are asked for.
+    """The weights of rank ``rank``, sliced from those of the whole model on access.
 
-    Quantised weights stay so where a cut falls between groups; else they become float32.
+    Quantised weights stay quantised if slices align with groups; otherwise they become float32.
     """
 
     def __init__(
         self, weights: Mapping[str, Weight], config: ModelConfig, *, rank: int, num_ranks: int
     ) -> None:
-        """``config`` is the whole model's."""
+        """``config``: of the whole model."""
         self._weights = weights
         self._config = config
         self._rank = rank
@@ -95,7 +95,7 @@ class ShardedWeights(Mapping[str, Weight]):
 
 
 def column_range(weight: Weight, first: int, last: int) -> Weight:
-    """Columns [first, last) of a matrix [N, K], in the form that it has if its groups allow it."""
+    """Columns [first, last) of a matrix [N, K], in its format if they align with its groups."""
     if isinstance(weight, torch.Tensor):
         return weight[:, first:last]
     group = block_len(weight.kind) if isinstance(weight, BlockTensor) else weight.group

@@ -37,37 +37,37 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> StagingRing:
 
 
 def test_buffers_take_turns_and_are_waited_for(ring: StagingRing) -> None:
-    first = ring.take(10)
-    ring.copied(first)
-    second = ring.take(20)
-    ring.copied(second)
+    first = ring.acquire(10)
+    ring.record_copy(first)
+    second = ring.acquire(20)
+    ring.record_copy(second)
     assert first.data_ptr() != second.data_ptr() and first.dtype == torch.int32
     assert FakeEvent.log == ["record event 0", "record event 1"], "two steps need no waiting"
-    third = ring.take(7)
+    third = ring.acquire(7)
     assert third.data_ptr() == first.data_ptr() and len(third) == 7
     assert FakeEvent.log[2:] == ["wait event 0"], "the copy of two steps ago"
-    ring.copied(third)
-    ring.take(1)
+    ring.record_copy(third)
+    ring.acquire(1)
     assert FakeEvent.log[3:] == ["record event 0", "wait event 1"]
 
 
 def test_a_buffer_that_nothing_was_copied_from_is_not_waited_for(ring: StagingRing) -> None:
     for _ in range(5):
-        ring.take(3)
+        ring.acquire(3)
     assert FakeEvent.log == []
 
 
 def test_a_buffer_grows(ring: StagingRing) -> None:
-    small, _ = ring.take(1), ring.take(1)
-    large = ring.take(100_000)
+    small, _ = ring.acquire(1), ring.acquire(1)
+    large = ring.acquire(100_000)
     assert len(large) == 100_000 and large.data_ptr() != small.data_ptr()
-    ring.take(1)
-    assert ring.take(90_000).data_ptr() == large.data_ptr(), "it is kept"
+    ring.acquire(1)
+    assert ring.acquire(90_000).data_ptr() == large.data_ptr(), "it is kept"
 
 
 def test_on_a_cpu_copies_are_over_when_they_return() -> None:
     ring = StagingRing.of(torch.device("cpu"))
-    words = [ring.take(4) for _ in range(4)]
+    words = [ring.acquire(4) for _ in range(4)]
     for buffer in words:
-        ring.copied(buffer)
+        ring.record_copy(buffer)
     assert words[0].data_ptr() == words[2].data_ptr() != words[1].data_ptr()
