@@ -1,6 +1,6 @@
-"""The operations a decoder is made of, and the one place that picks their implementation.
+"""Operations of the torch decoder, and the selection of their implementation.
 
-Backends: ``cpu`` (fast forms) and ``reference`` (plain float32/float64 oracles). Importing this
+Backends: ``cpu`` (fast) and ``reference`` (plain float32/float64, for tests). Importing this
 package needs neither Triton nor CUDA.
 """
 
@@ -21,7 +21,7 @@ BackendName = Literal["cpu", "reference"]
 
 
 class AttentionOp(Protocol):
-    """``reference.attention_``."""
+    """The signature of ``reference.attention_``."""
 
     def __call__(
         self,
@@ -39,7 +39,7 @@ class AttentionOp(Protocol):
 class Backend:
     """The operations of one implementation; shapes and semantics are those of ``reference``.
 
-    ``make_rms_norm(weight, eps)`` prepares once and returns ``x [T, H] -> [T, H]``.
+    ``make_rms_norm(weight, eps)`` returns a function ``x [T, H] -> [T, H]``.
     """
 
     name: BackendName

@@ -1,7 +1,6 @@
-"""What attention reads: keys and values of consecutive positions, as views into a larger pool.
+"""Views of cached keys and values, and attention masks over them.
 
-A sequence's cache may lie in several places; each contiguous part is one ``KvRun``, and no part is
-copied to be beside another one.
+The cache of a sequence may consist of several contiguous parts of the pool; each is a ``KvRun``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import torch
 @dataclass(frozen=True, slots=True)
 class KvRun:
     """Consecutive positions. ``keys`` and ``values`` [num_kv_heads, L, head_dim], float32, bfloat16
-    or int8; for int8, ``key_scales`` and ``value_scales`` float32 [num_kv_heads, L]: a number is
-    its code times the scale of its head and position."""
+    or int8; for int8, ``key_scales`` and ``value_scales`` float32 [num_kv_heads, L]: a value is its
+    code times the scale of its head and position."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -29,15 +28,15 @@ class KvRun:
 
 
 def first_visible(start: int, window: int | None) -> int:
-    """The first position that the row at position ``start`` sees: of the last ``window`` positions,
-    its own among them, or of all."""
+    """The first position that the row at position ``start`` sees: 0 without a window, else the
+    first of ``window`` positions including its own."""
     return 0 if window is None else max(0, start - window + 1)
 
 
 def tree_mask(start: int, parents: Sequence[int], window: int | None) -> torch.Tensor:
-    """bool [length, L], as ``causal_mask``, for rows of which each follows row ``parents[row]`` or,
-    with -1, what lies before ``start``: True for positions before ``start``, for the rows that it
-    descends from and for itself, unless ``window`` or more places of the text lie between."""
+    """bool [length, L], as ``causal_mask``, for a tree of rows: row r follows row ``parents[r]``
+    or, with -1, the position before ``start``. A row sees the positions before ``start``, its
+    ancestors and itself, if they are less than ``window`` text positions before it."""
     length = len(parents)
     first = first_visible(start, window)
     mask = torch.zeros(length, start + length - first, dtype=torch.bool)

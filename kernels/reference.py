@@ -1,6 +1,6 @@
-"""Oracles: each operation written plainly, in the dtype of its input (float32 or float64).
+"""Reference implementations of all operations, in the dtype of their input (float32 or float64).
 
-Nothing here is fast. The fast forms are tested against these.
+Slow; the fast implementations are tested against them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def apply_rope_(heads: torch.Tensor, rotations: torch.Tensor) -> None:
 
 
 def attention_mask(start: int, length: int, window: int | None = None) -> torch.Tensor | None:
-    """``attention.causal_mask``: this backend never does without."""
+    """``causal_mask``; this backend always uses a mask."""
     return causal_mask(start, length, window)
 
 
@@ -62,10 +62,10 @@ def attention_(
 ) -> None:
     """Causal attention of one segment, written to ``out`` [T, num_heads, head_dim].
 
-    query [T, num_heads, head_dim]; the ``runs`` one after another hold the visible positions, whose
-    last T are the query's own; query head h uses key/value head h // (num_heads // num_kv_heads).
+    query [T, num_heads, head_dim]; the concatenated ``runs`` hold the visible positions, the last T
+    of which are the query's own; query head h uses KV head h // (num_heads // num_kv_heads).
     ``mask`` comes from ``attention_mask`` of the same backend. Scores are multiplied by ``scale``
-    and, if asked, bounded: softcap * tanh(score / softcap) (Gemma 2).
+    and optionally bounded: softcap * tanh(score / softcap) (Gemma 2).
     """
     keys = torch.cat([_plain(run.keys, run.key_scales, query.dtype) for run in runs], 1)
     values = torch.cat([_plain(run.values, run.value_scales, query.dtype) for run in runs], 1)
@@ -120,9 +120,9 @@ def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> to
 
 
 def fake_quantize_rows(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x [T, K], each ``group`` of a row rounded to 255 steps of its largest magnitude / 127.
+    """x [T, K] after quantisation of each ``group`` of a row to symmetric int8 and back.
 
-    The last group may be shorter. This is what W8A8 and W4A8 products do to activations.
+    The last group may be shorter. W8A8 and W4A8 products quantise activations so.
     """
     result = torch.empty_like(x)
     for first in range(0, x.shape[1], group):
@@ -136,7 +136,7 @@ def fake_quantize_rows(x: torch.Tensor, group: int) -> torch.Tensor:
 def grouped_matmul(
     x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int
 ) -> torch.Tensor:
-    """x [T, K] times the transposed [N, K] of codes * scale + zero, a pair for each ``group``.
+    """x [T, K] times the transposed [N, K] of codes * scale + zero, with a pair per ``group``.
 
     scale and zero [N, ceil(K / group)].
     """
@@ -148,7 +148,7 @@ def grouped_matmul(
 
 
 def dynamic_int8_matmul(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """W8A8: codes int8 [N, K], scale [N, G]; x is rounded to 255 steps in the same groups."""
+    """W8A8: codes int8 [N, K], scale [N, G]; x is quantised in the same groups."""
     group = codes.shape[1] // scale.shape[1]
     weight = codes.to(scale.dtype) * scale.repeat_interleave(group, 1)
     return fake_quantize_rows(x, group) @ weight.T

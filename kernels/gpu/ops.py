@@ -45,9 +45,9 @@ class GpuOps(Protocol):
     ) -> torch.Tensor:
         """residual [T, H] += x [T, H] in place, then the RMS norm of the sum.
 
-        x may be parts [P, T, H] (of ``matmul_parts``), which are added up first. ``post_weight``
-        [H]: x is normed with it before it is added (Gemma's post-norms). The sum is normed before
-        it is rounded to the residual's dtype; the result has ``out_dtype``, or x's.
+        x may be parts [P, T, H] (of ``matmul_parts``), which are summed first. ``post_weight`` [H]:
+        weight of an RMS norm of x before the addition (Gemma's post-norms). The norm is of the sum
+        before rounding to the residual's dtype; the result has ``out_dtype``, or x's dtype.
         """
 
     def rope_store(
@@ -65,14 +65,14 @@ class GpuOps(Protocol):
         eps: float = 0.0,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Rotated queries [T, num_heads, D]; keys (rotated) and values go into ``pages``.
+        """Returns rotated queries [T, num_heads, D]; stores rotated keys, and values, in ``pages``.
 
-        qkv [T, (num_heads + 2 * num_kv_heads) * D], a row is queries, keys, values; or parts of it
-        [P, T, ...], which are added up. Queries have ``out_dtype``, or qkv's. Then, in this
+        qkv [T, (num_heads + 2 * num_kv_heads) * D] has rows of queries, keys, values; or parts
+        [P, T, ...], which are summed. Queries have ``out_dtype``, or qkv's dtype. Applied in this
         order: ``bias`` of the row's width; RMS norm over D of queries and keys with ``query_norm``
         and ``key_norm`` [D]; rotation by ``rotations`` float32 [num_positions, D / 2, 2] (cosine
-        and sine, perhaps times a factor) at ``positions`` int32 or int64 [T]. Row t is kept at
-        position ``slots[t]`` (int32 or int64) of the pool; nothing is kept where it is negative.
+        and sine, optionally scaled) at ``positions`` int32 or int64 [T]. Row t is stored at
+        position ``slots[t]`` (int32 or int64) of the pool; not at all if that is negative.
         """
 
     def decode_attention(
@@ -87,8 +87,8 @@ class GpuOps(Protocol):
         softcap: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """One row a sequence: query [B, num_heads, D] over the first ``lengths`` (int32 [B])
-        positions, of which the row's own is the last. Length 0 gives zeros.
+        """One row per sequence: query [B, num_heads, D] over the first ``lengths`` (int32 [B])
+        positions, the last of which is the row's own. Length 0 gives zeros.
 
         block_tables int32 [B, max_blocks]; ``max_length`` is at least the largest length.
         """
@@ -106,9 +106,9 @@ class GpuOps(Protocol):
         softcap: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Causal attention of chunks: query [T, num_heads, D], whose keys are already in ``pages``.
+        """Causal attention of prompt chunks: query [T, num_heads, D], with keys already stored.
 
-        ``max_query_len`` is at least the most rows of a sequence.
+        ``max_query_len`` is at least the number of rows of any sequence.
         """
 
     def tree_attention(
@@ -127,13 +127,13 @@ class GpuOps(Protocol):
         softcap: float | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Rows of drafted trees: row r of sequence b lies at its position starts[b] + r, and sees
-        all positions before starts[b], its ancestors and itself.
+        """Attention of draft trees: row r of sequence b is stored at position starts[b] + r, and
+        sees all positions before starts[b], its ancestors and itself.
 
-        ``ancestors`` int32 [T, W], W = ceil(max_query_len / 32), is what ``ancestor_bits`` makes:
-        bit j % 32 of word j // 32 tells whether row j of the same sequence is seen. ``positions``
-        int32 or int64 [T]: the rotary positions (start + depth), by which ``window`` counts.
-        ``max_length`` is at least the largest start + rows.
+        ``ancestors`` int32 [T, W], W = ceil(max_query_len / 32), is the result of
+        ``ancestor_bits``: bit j % 32 of word j // 32 is set if row j of the same sequence is seen.
+        ``positions`` int32 or int64 [T]: the RoPE positions (start + depth), to which ``window``
+        refers. ``max_length`` is at least the largest start + rows.
         """
 
     def ancestor_bits(
@@ -154,9 +154,9 @@ class GpuOps(Protocol):
         """x [T, K] times the transposed weight [N, K], + bias [N] -> [T, N]."""
 
     def matmul_parts(self, x: torch.Tensor, weight: GpuWeight) -> torch.Tensor:
-        """The same, as parts [P, T, N] whose sum it is, for an operation that takes parts: a
-        product of few rows is split over the device, and so needs no kernel that adds. float32
-        where P is not 1, else float32 or x's dtype."""
+        """Partial products [P, T, N] whose sum is ``matmul``, for operations that accept parts, so
+        that split-K products of few rows need no kernel that sums. float32 if P > 1, else float32
+        or x's dtype."""
 
     def matmul_gated(
         self, x: torch.Tensor, weight: GpuWeight, gate: GateName = "silu"
@@ -177,11 +177,11 @@ class GpuOps(Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Rows ``token_ids`` (int32 or int64 [T]) of table [vocab, H], times ``scale``, in
-        ``out_dtype`` or the table's. An id outside the vocabulary (a row that only fills a bucket)
+        ``out_dtype`` or the table's. An id outside the vocabulary (padding)
         gives zeros.
 
-        ``sources`` int32 [T] and ``chosen`` int64 [N], both or neither: where ``sources`` is not
-        negative, the id is ``chosen[source]`` instead, as the step before this one chose it.
+        ``sources`` int32 [T] and ``chosen`` int64 [N], both or neither: if a source is not
+        negative, the id is ``chosen[source]`` instead, the token that the previous step sampled.
         """
 
     def sample(
@@ -192,12 +192,12 @@ class GpuOps(Protocol):
         allowed: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int64 [B], the beginning of ``out`` if that is given: the token of each row of logits
-        [B, vocab]; -1 where they are unusable (NaN, +inf, or nothing allowed).
+        """Samples a token for each row of logits [B, vocab]: int64 [B], a prefix of ``out`` if
+        given; -1 for unusable logits (NaN, +inf, or no token allowed).
 
-        Top-k, then top-p of what it left (of equal logits at an edge the smaller ids), then min-p,
-        drawn with the random number of (seed, position) in the order of ids. ``allowed`` int32 [B,
-        ceil(vocab / 32)] is a guide's mask, a bit a token.
+        Top-k, then top-p of the remaining tokens (of equal logits at a threshold the smaller ids),
+        then min-p; sampled in the order of ids with the random number of (seed, position).
+        ``allowed`` int32 [B, ceil(vocab / 32)] is a grammar's bit mask.
         """
 
     def move_rows(
@@ -210,6 +210,6 @@ class GpuOps(Protocol):
         """Moves KV of all layers: data [num_layers, 2 * num_kv_heads, num_positions, D] and scales
         [num_layers, 2 * num_kv_heads, num_positions], position sources[b, i] to targets[b, i].
 
-        Both int64 [B, R]; entries with a negative source are skipped. Within a sequence all are
-        read before any is written; different sequences touch different positions.
+        Both int64 [B, R]; entries with a negative source are skipped. Within a sequence all rows
+        are read before any is written; different sequences must use different positions.
         """

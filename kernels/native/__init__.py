@@ -1,7 +1,6 @@
-"""The compiled forward pass: C sources beside this file, built on first use and called by ctypes.
+"""The compiled decoder: C sources in this folder, built on first use and called via ctypes.
 
-Optional: ``load`` raises ``NativeUnavailableError`` with the reason where there is no compiler, and
-everything works without it.
+Optional: ``load`` raises ``NativeUnavailableError`` with the reason if there is no compiler.
 """
 
 from __future__ import annotations

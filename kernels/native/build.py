@@ -1,4 +1,4 @@
-"""Compiles the C sources with the system's compiler, once for each source, compiler and CPU."""
+"""Compilation of the C sources with the system's compiler, cached per source, compiler and CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
-# Errors of arithmetic are never trapped and errno never read. Nothing that would change what NaN
-# or infinity mean, or the order of sums.
+# Floating-point exceptions are never trapped and errno is never read. No flag may change NaN or
+# infinity semantics, or the order of sums.
 _FLAGS = (
     *("-std=gnu11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"),
@@ -22,8 +22,8 @@ _COMPILE_LIMIT_S = 120.0
 
 
 class NativeUnavailableError(Exception):
-    """The compiled kernels cannot be had here; the message says why. ``remedy``: what would bring
-    them; "" where nothing would."""
+    """The compiled kernels are not available; the message has the reason. ``remedy``: advice to the
+    user; "" if there is none."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class NativeUnavailableError(Exception):
 
 
 _NEEDS_COMPILER = "install gcc or clang, or name a compiler that works in CC"
-# The setting is the server's; who uses the engine alone gives the folder as native_cache_dir.
+# PARLEY_NATIVE_DIR is a setting of the server; native_cache_dir is the engine's option.
 NEEDS_FOLDER = (
     "compiled code needs a folder that belongs to this user, is writable and may hold programs: "
     "name one in PARLEY_NATIVE_DIR (native_cache_dir of an engine)"
@@ -39,10 +39,10 @@ NEEDS_FOLDER = (
 
 
 def build(cache_dir: Path, *, is_scalar: bool = False) -> Path:
-    """The shared library for this machine, compiled unless ``cache_dir`` already has it.
+    """Path of the shared library for this machine, compiled unless ``cache_dir`` has it.
 
-    ``cache_dir`` is made if missing and must be ours alone, because code is loaded from it.
-    ``is_scalar`` leaves out all vector instructions (what an unknown CPU gets). Raises
+    ``cache_dir`` is created if missing and must not be writable by other users, as code is loaded
+    from it. ``is_scalar`` selects portable C without vector intrinsics. Raises
     NativeUnavailableError.
     """
     compiler = _compiler()
@@ -61,7 +61,7 @@ def build(cache_dir: Path, *, is_scalar: bool = False) -> Path:
 
 
 def _compiler() -> list[str]:
-    """The command of a C compiler, from CC or by its usual names."""
+    """The C compiler command: CC, or the first of the usual names that exists."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
     for name in names:
         try:
@@ -86,7 +86,7 @@ def _tuning_flag() -> str:
 
 
 def _cpu_identity() -> str:
-    """What -march=native depends on: a library must not move to another CPU by a shared home."""
+    """CPU properties that -march=native depends on: homes may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -113,7 +113,7 @@ def _compile(command: list[str], sources: list[Path], target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as work_dir:
             built = Path(work_dir) / target.name
             _run([*command, *map(str, sources), "-o", str(built), "-lpthread", "-lm"])
-            built.replace(target)  # atomic: another process finds all of it or nothing
+            built.replace(target)  # atomic for other processes
     except OSError as error:
         reason = f"{target.parent} cannot be written: {error}"
         raise NativeUnavailableError(reason, NEEDS_FOLDER) from error
@@ -125,7 +125,7 @@ def _run(command: list[str]) -> str:
             command,
             capture_output=True,
             text=True,
-            errors="replace",  # of what a compiler says only the beginning is shown
+            errors="replace",  # only the beginning of the output is shown
             check=False,
             timeout=_COMPILE_LIMIT_S,
         )

@@ -1,8 +1,8 @@
-"""Attention on a CPU, over runs of cached positions. Semantics: ``kernels.reference.attention_``.
+"""Attention on a CPU over runs of cached positions. Semantics: ``kernels.reference.attention_``.
 
-Scores of all runs are put side by side, their softmax is taken once, and each run's weighted sum is
-added to the others': the result does not depend on how a sequence is cut into runs, and keys and
-values stay where they are.
+Scores of all runs are concatenated, their softmax is computed once, and the weighted sums of the
+runs are added: the result does not depend on the division into runs, and keys and values are not
+copied.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from kernels.kv_runs import KvRun, causal_mask
 
-# Scores that are held at once, in numbers: more rows than fit are done one part after another.
+# Maximum number of scores in memory; more rows are processed in parts.
 _MAX_SCORES = 1 << 22
 
 
 def attention_mask(start: int, length: int, window: int | None = None) -> torch.Tensor | None:
-    """None where ``attention_`` needs no mask: one row, or a square (nothing before the rows)."""
+    """None if ``attention_`` needs no mask: for one row, or for rows from position 0 on."""
     if length == 1 or (start == 0 and (window is None or length <= window)):
         return None
     return causal_mask(start, length, window)
@@ -36,8 +36,9 @@ def attention_(
 ) -> None:
     """See ``reference.attention_``. One row over 300 keys (9 heads, 3 KV heads, cold): 56 us.
 
-    One row: query heads of a group are the rows of one small matmul per key/value head, nothing is
-    copied. More rows over one float32 run: torch's blocked kernel, which never holds all scores.
+    One row: the query heads of a group are the rows of one small matmul per KV head, without
+    copies. Several rows over one float32 run: torch's blocked kernel, which does not store all
+    scores.
     """
     num_rows, num_heads, _ = query.shape
     num_kv_heads = runs[0].keys.shape[0]
@@ -75,7 +76,7 @@ def _attend_rows(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = runs[0].keys.shape[0]
     group_size = num_heads // num_kv_heads
-    # [num_kv_heads, rows * group_size, head_dim]; of one row, a view.
+    # [num_kv_heads, rows * group_size, head_dim]; a view for one row.
     grouped = query.reshape(num_rows, num_kv_heads, group_size, head_dim).transpose(0, 1)
     grouped = grouped.reshape(num_kv_heads, num_rows * group_size, head_dim)
     parts = [_scores(grouped, run) for run in runs]
@@ -97,7 +98,7 @@ def _attend_rows(
 
 
 def _scores(grouped: torch.Tensor, run: KvRun) -> torch.Tensor:
-    """[num_kv_heads, rows, L], before the scale."""
+    """[num_kv_heads, rows, L], not yet scaled."""
     scores = torch.bmm(grouped, run.keys.to(grouped.dtype).transpose(1, 2))
     return scores if run.key_scales is None else scores.mul_(run.key_scales.unsqueeze(1))
 

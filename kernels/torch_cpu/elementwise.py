@@ -1,7 +1,7 @@
-"""Fast CPU forms. Semantics are those of ``kernels.reference``; call under inference mode.
+"""Norms, RoPE and activations on a CPU. Semantics: ``kernels.reference``; requires inference mode.
 
-At one row a decoder is bound by the number of operations as much as by arithmetic, so each form
-here is the shortest one measured (microseconds, one row, one thread of an AMD Zen 3, torch 2.13).
+At one row the number of operations matters as much as arithmetic, so these are the fastest variants
+measured (microseconds, one row, one thread of an AMD Zen 3, torch 2.13).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 def make_rms_norm(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """8 us at [1, 576], where F.rms_norm takes 15.
 
-    sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(eps * H)) / sqrt(H): the root's factor goes into the
-    weight, and the sum needs no temporary of x's size.
+    sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(eps * H)) / sqrt(H): sqrt(H) is folded into the weight,
+    and the sum needs no temporary of x's size.
     """
     size = weight.shape[0]
     scaled_weight = weight * math.sqrt(size)

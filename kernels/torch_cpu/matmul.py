@@ -1,8 +1,8 @@
-"""Weight-times-activation products on the CPU, one class a storage form.
+"""Matrix products on a CPU, one class per storage format.
 
-Each takes a float32 weight (or codes) once, keeps only its packed form, and maps float32
-activations [T, K] to float32 [T, N]. Which form is used when is not decided here, but in
-``llm_core.quant.linear``. Packed bytes depend on the CPU's instruction set: never store them.
+Each packs a float32 weight (or codes) and keeps only the packed form, and maps float32 activations
+[T, K] to float32 [T, N]. ``llm_core.quant.linear`` selects the format. Packed bytes depend on the
+CPU's instruction set and must not be stored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ FLOAT16_MAX = 65504.0
 
 
 def has_float16_gemm() -> bool:
-    """Whether this torch has FBGEMM's kernels (x86 with AVX2 or better)."""
+    """Does this torch have FBGEMM's kernels (x86 with AVX2 or better)?"""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 class Float32Matmul:
-    """The plain product; exact reference of all others."""
+    """The float32 product, the exact reference of all others."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.contiguous()
@@ -31,7 +31,7 @@ class Float32Matmul:
 
 
 class BFloat16Matmul:
-    """Weights and activations in bfloat16; pays only where the CPU multiplies bfloat16."""
+    """Weights and activations in bfloat16; only fast on CPUs with bfloat16 products."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.to(torch.bfloat16).contiguous()
@@ -43,10 +43,10 @@ class BFloat16Matmul:
 class Float16Matmul:
     """FBGEMM: weights stored in float16, activations and sums in float32.
 
-    Two entry points to the same kernels. The older one costs 28 us less a call (no TorchBind
-    object to unwrap) but uses one thread; the newer splits over torch's threads. The form is fixed
-    by the thread count at construction. The packed form pads the input dimension to a multiple of
-    512. Raises ValueError for weights beyond float16's range.
+    There are two entry points to the same kernels. The older one takes 28 us less per call (no
+    TorchBind object to unwrap) but uses one thread; the newer one uses torch's threads. The thread
+    count at construction decides. The packed form pads the input dimension to a multiple of 512.
+    Raises ValueError for weights beyond float16's range.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class Float16Matmul:
         if self._is_single_threaded:
             self._zero_bias = torch.zeros(weight.shape[0])
             with warnings.catch_warnings():
-                # Deprecated, but in the pinned torch; warns once per process for each of the two.
+                # Deprecated, but in the pinned torch; each of the two warns once per process.
                 warnings.filterwarnings("ignore", "fbgemm_.* is deprecated", UserWarning)
                 self._packed = torch.fbgemm_pack_gemm_matrix_fp16(weight)
                 self(torch.zeros(1, weight.shape[1]))
@@ -105,13 +105,13 @@ class Int8Matmul:
 
 
 class DynamicInt8Matmul:
-    """W8A8: weights in 8 bits, and activations rounded to 8 bits at each call.
+    """W8A8: 8-bit weights, and activations quantised to 8 bits at each call.
 
-    codes int8 [N, K]; scale float32 [N, G], of K / G neighbours along K each; a token's activations
-    get a scale for each of the same groups. One scale a token would be spoilt by single inputs that
-    are a thousand times larger than the others, which language models have. What the integers mean
-    is multiplied in float32: torch's 8-bit product of this CPU class saturates (oneDNN without
-    VNNI) or takes 50 times as long (``_int_mm``).
+    codes int8 [N, K]; scale float32 [N, G], one per K / G inputs; activations have a scale per
+    token and group. A single scale per token would be dominated by outliers, which in language
+    models are a thousand times larger than other inputs. The dequantised values are multiplied in
+    float32: torch's 8-bit products saturate on this class of CPUs (oneDNN without VNNI) or take 50
+    times as long (``_int_mm``).
     """
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class DynamicInt8Matmul:
 
 
 class Float8Matmul:
-    """Weights stored as float8 e4m3 with a scale a row, widened at each use."""
+    """Weights stored as float8 e4m3 with a scale per row, converted to float32 at each use."""
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
         self._codes = codes.contiguous()
