@@ -66,7 +66,7 @@ class DeviceSampler(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How to run a model. The defaults suit tests; ``of`` derives the options of an engine.
+    """Options of a model runner. The defaults suit tests; ``of`` derives the options of an engine.
 
     ``weight_format``: see ``quant.choose_formats``. ``torch_kernels``: operations of the torch
     decoder. ``native_cache_dir``: directory of the compiled library (None: the user's cache).

@@ -19,7 +19,7 @@ from llm_core.loading.safetensors import SafetensorsFile
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_MAX_JSON_BYTES = 1 << 26  # a tokenizer.json of 262k words has 33 MB
+_MAX_JSON_BYTES = 1 << 26  # a tokenizer.json of 262k tokens has 33 MB
 _MAX_SHARDS = 1000
 
 

@@ -1,4 +1,4 @@
-"""Attention over runs of cached positions: the fast form against the oracle, whatever the cut."""
+"""Attention over runs of cached positions: the CPU implementation against the reference."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_window_and_softcap_follow_their_definition(
             torch.testing.assert_close(result[row], expected, **TOLERANCE)
 
 
-def test_many_rows_are_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values, query = rand(3, 50, 8), rand(3, 50, 8, seed=1), rand(20, 9, 8, seed=2)
     runs, mask = cut(keys, values, (0.3,)), reference.attention_mask(30, 20)
     whole = attend(attention, query, runs, mask, scale=1.0)
@@ -88,9 +88,7 @@ def test_many_rows_are_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("start", "length"), [(40, 1), (20, 21)])
 @pytest.mark.parametrize("at", CUTS.values(), ids=CUTS.keys())
-def test_codes_with_scales_equal_their_numbers(
-    start: int, length: int, at: tuple[float, ...]
-) -> None:
+def test_int8_runs_equal_dequantised_runs(start: int, length: int, at: tuple[float, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(-127, 128, (6, 41, 8), generator=generator, dtype=torch.int8)
     scales = torch.rand(6, 41, generator=generator) / 40

@@ -1,4 +1,4 @@
-"""Paged attention of the GPU kernels against its oracle, in Triton's interpreter."""
+"""Paged attention of the GPU kernels against the reference, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_tree(index: int) -> None:
     assert_close(found, expected, dtype)
 
 
-def test_tree_of_more_rows_than_a_word_has_bits() -> None:
+def test_tree_of_more_than_32_rows() -> None:
     rng = fresh_rng()
     with guarded() as guards:
         pages = make_pages(guards, 1, 64, (16, 16), torch.float32)
@@ -146,7 +146,7 @@ def test_tree_of_more_rows_than_a_word_has_bits() -> None:
     assert_close(found, expected, torch.float32)
 
 
-def test_a_chain_is_a_tree_and_a_chunk() -> None:
+def test_a_chain_gives_the_same_as_tree_and_as_chunk() -> None:
     """Verifying a chain, a prefill chunk, and one row after another are the same attention."""
     rng = fresh_rng()
     with guarded() as guards:
@@ -212,7 +212,7 @@ def test_every_launch_configuration_gives_the_same() -> None:
             assert_close(found, expected[-1:], torch.float32)
 
 
-def test_nothing_to_do() -> None:
+def test_empty_batches() -> None:
     with guarded() as guards:
         pages = make_pages(guards, 1, 64, (2, 16), torch.float32)
         nothing = torch.zeros(0, dtype=torch.int32)
@@ -228,7 +228,7 @@ def test_nothing_to_do() -> None:
     assert bits.shape == (0, 1)
 
 
-def test_cost_counts_what_is_read() -> None:
+def test_cost_counts_bytes_read() -> None:
     pages = KvPages(torch.zeros(4, 32, 64, dtype=torch.int8), torch.zeros(4, 32), 16)
     cost = attention_cost(torch.zeros(3, 6, 64), pages, num_keys=20, num_pairs=50)
     assert cost.num_bytes == 20 * 4 * (64 + 4) + 2 * 3 * 6 * 64 * 4

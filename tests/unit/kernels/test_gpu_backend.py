@@ -1,4 +1,4 @@
-"""What surrounds the GPU kernels: choosing them, compiling them, remembering launch sizes."""
+"""Availability, compilation, launching and tuning of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ except ImportError as error:
     assert "refused: " in run_python(script)
 
 
-def test_why_the_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_interpreted() and unavailable_reason() is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -74,7 +74,7 @@ def test_transformers_is_not_misled_by_our_package_name() -> None:
     assert not is_kernels_available()
 
 
-def test_both_halves_have_all_operations() -> None:
+def test_both_implementations_have_all_operations() -> None:
     from kernels.gpu.ops import GpuOps
 
     names = {name for name in vars(GpuOps) if not name.startswith("_")}
@@ -119,7 +119,7 @@ for num_layers in (1, 2):
     assert len(one) == 2 + 9 + 1 + 4, "embedding, norm; the head; the sampler"
 
 
-def test_kernels_that_begin_early_wait_before_they_touch_anything() -> None:
+def test_dependent_launches_wait_before_accessing_memory() -> None:
     """But for weights, which nothing writes: their beginning is fetched ahead."""
     num_early = 0
     constant = "row_at", "packed_ptr", "scale_at", "zero_at", "weight_ptr", "scale_ptr"
@@ -143,7 +143,7 @@ def test_kernels_that_begin_early_wait_before_they_touch_anything() -> None:
     ("capability", "switch", "wanted"),
     [((9, 0), "1", True), ((8, 0), "1", False), ((9, 0), "0", False)],
 )
-def test_which_cards_launch_early(
+def test_dependent_launch_by_capability(
     capability: tuple[int, int], switch: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -173,7 +173,7 @@ def make_tuner(path: Path | None, device_name: str, ran: list[int]) -> Tuner:
     return Tuner(path, device_name, time_ms)
 
 
-def test_tuning_is_measured_once_and_kept(tmp_path: Path) -> None:
+def test_tuning_is_measured_once_and_persisted(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "gpu.json"
     ran: list[int] = []
     tuner = make_tuner(path, "card A", ran)
@@ -200,7 +200,7 @@ def test_tuning_is_measured_once_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "contents", ["", "{", "[]", '{"card, triton": 3}', '{"card": {"k": "v"}}', "\\udc80"]
 )
-def test_a_spoilt_tuning_file_is_said_and_not_used(
+def test_a_corrupt_tuning_file_is_logged_and_ignored(
     tmp_path: Path, contents: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "gpu.json"
@@ -209,7 +209,7 @@ def test_a_spoilt_tuning_file_is_said_and_not_used(
     assert "is not used" in caplog.text
 
 
-def test_a_tuning_file_that_cannot_be_written_is_said_and_serves_this_process(
+def test_an_unwritable_tuning_file_is_logged_and_configurations_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ran: list[int] = []
@@ -227,7 +227,7 @@ def test_a_tuning_file_that_cannot_be_written_is_said_and_serves_this_process(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "gpu.json"], "nothing temporary"
 
 
-def test_configurations_of_other_versions_are_not_used(tmp_path: Path) -> None:
+def test_configurations_of_other_versions_are_ignored(tmp_path: Path) -> None:
     tuner = Tuner(None, "card")
     tuner.put("matmul", (64, "bf16"), {"BLOCK": 99, "num_warps": 4})
     assert choose(tuner) == SLOW
@@ -237,7 +237,7 @@ def test_configurations_of_other_versions_are_not_used(tmp_path: Path) -> None:
     assert choose(tuner) == SLOW
 
 
-def test_what_does_not_fit_a_card_gives_way_to_what_does() -> None:
+def test_a_configuration_that_does_not_fit_is_replaced() -> None:
     """As for wide heads on a card with little shared memory; it is looked for once."""
     ran: list[int] = []
 

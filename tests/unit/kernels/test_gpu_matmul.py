@@ -1,4 +1,4 @@
-"""Products with weights of every format, on the GPU kernels in Triton's interpreter."""
+"""Matrix products of all weight formats on the GPU kernels, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_few_rows(name: str, dtype: torch.dtype, repeat: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("repeat", range(NUM_CASES_FACTOR))
-def test_parts_add_up_and_gates_are_applied(name: str, repeat: int) -> None:
+def test_parts_sum_to_the_product_and_gates_are_applied(name: str, repeat: int) -> None:
     """Of few rows, of many, and of none."""
     rng = fresh_rng()
     dtype = rng.choice(DTYPES)
@@ -118,7 +118,7 @@ def test_a_long_product_is_split() -> None:
     torch.testing.assert_close(parts.sum(0), x @ weight.T, rtol=1e-4, atol=1e-3)
 
 
-def test_the_bits_of_four_codes() -> None:
+def test_four_codes_are_unpacked_exactly() -> None:
     """What ``codes_of`` has compiled, instruction by instruction: no interpreter runs it."""
     (number,) = torch.randint(0, 1 << 32, (1,)).tolist()
     registers = {"$4": number}
@@ -205,7 +205,7 @@ def test_packing_int4_keeps_values(num_in: int) -> None:
     assert packed.num_bytes == 7 * -(-num_in // 64) * (32 + 2 * 2 * 4)
 
 
-def test_packing_int4_keeps_scales_that_float16_has_not() -> None:
+def test_packing_int4_keeps_scales_beyond_float16() -> None:
     codes = torch.full((2, 64), 3, dtype=torch.uint8)
     for scale in (1e-6, 1e6):
         packed = pack_int4(codes, torch.full((2, 1), scale), None, 64)
@@ -214,13 +214,13 @@ def test_packing_int4_keeps_scales_that_float16_has_not() -> None:
     assert pack_int4(codes, torch.full((2, 1), 0.5), None, 64).scale.dtype == torch.float16
 
 
-def test_packing_int8_moves_unsigned_codes() -> None:
+def test_packing_int8_shifts_unsigned_codes() -> None:
     codes = torch.tensor([[0, 127, 128, 255] * 8], dtype=torch.uint8)
     packed = pack_int8(codes, torch.tensor([0.5]))
     torch.testing.assert_close(dequantize(packed), codes * 0.5)
 
 
-def test_packing_refuses_groups() -> None:
+def test_packing_rejects_unsupported_groups() -> None:
     codes = torch.zeros(2, 96, dtype=torch.uint8)
     for group in (16, 48, 64):
         with pytest.raises(ValueError, match="expected 32, 64, 128 or 256"):

@@ -1,4 +1,4 @@
-"""The GPU kernels that work row by row, against their oracles, in Triton's interpreter."""
+"""Row-wise GPU kernels against the reference, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_norms(dtype: torch.dtype, repeat: int) -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
-def test_parts_of_a_product_are_added_up(num_parts: int) -> None:
+def test_parts_of_a_product_are_summed(num_parts: int) -> None:
     rng = fresh_rng()
     with guarded() as guards:
         parts = guards.wrap(torch.randn(num_parts, 3, 96))
@@ -101,7 +101,7 @@ def test_embed(dtype: torch.dtype) -> None:
     assert_close(found, ORACLE.embed(table, ids, 1.5), dtype)
 
 
-def test_rows_take_tokens_from_the_step_before() -> None:
+def test_embed_takes_tokens_sampled_by_the_previous_step() -> None:
     fresh_rng()
     with guarded() as guards:
         table = guards.wrap(torch.randn(37, 70).bfloat16())
@@ -224,7 +224,7 @@ def test_no_rows() -> None:
     assert not pages.data.any()
 
 
-def test_pages_say_what_is_wrong() -> None:
+def test_invalid_pages_are_rejected_by_name() -> None:
     data, scales = torch.zeros(4, 32, 64), torch.zeros(4, 32)
     with pytest.raises(ValueError, match="not a multiple of block_size 24"):
         KvPages(data, None, 24)
@@ -238,7 +238,7 @@ def test_pages_say_what_is_wrong() -> None:
         KvPages(data.transpose(1, 2), None, 16)
 
 
-def test_costs_count_what_is_moved() -> None:
+def test_costs_count_bytes_moved() -> None:
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     assert rms_norm_cost(x, has_residual=False).num_bytes == (2 * 3 + 1) * 64 * 2
     assert rms_norm_cost(x, has_residual=True).num_bytes == (4 * 3 + 1) * 64 * 2

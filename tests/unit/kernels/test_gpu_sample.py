@@ -1,4 +1,4 @@
-"""Tokens chosen by the GPU kernels, against their oracle and against the engine's own sampler."""
+"""GPU sampling against its reference and against the CPU sampler."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_all_settings(repeat: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_guide_and_logits_of_16_bits(dtype: torch.dtype) -> None:
+def test_grammar_mask_and_16_bit_logits(dtype: torch.dtype) -> None:
     rng = fresh_rng()
     vocab_size = 333
     settings = [PLAIN, (0.0, 0, 1.0, 0.0), (0.8, 20, 0.9, 0.0), (1.0, 0, 0.7, 0.0)]
@@ -126,7 +126,7 @@ def test_unusable_rows() -> None:
     assert found[5] >= 0
 
 
-def test_the_engines_sampler_draws_the_same() -> None:
+def test_equals_the_cpu_sampler() -> None:
     rng = fresh_rng()
     settings = 3 * [
         *(PLAIN, (0.7, 40, 1.0, 0.0), (0.9, 0, 0.95, 0.0), (1.2, 50, 0.9, 0.05)),
@@ -148,7 +148,7 @@ def test_the_engines_sampler_draws_the_same() -> None:
             assert len(near) > 1 and {found[index], token} <= near
 
 
-def test_random_numbers_are_the_engines() -> None:
+def test_random_numbers_equal_the_cpu_samplers() -> None:
     """Equal weights drawn in order of ids: the token tells the number's leading bits."""
     rng = fresh_rng()
     with guarded() as guards:

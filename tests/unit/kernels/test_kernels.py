@@ -1,4 +1,4 @@
-"""Fast CPU forms against the oracles, and our package's name beside PyPI's `kernels`."""
+"""CPU operations against the reference, and our package name against PyPI's `kernels`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_float16_with_two_threads_equals_one() -> None:
 
 @pytest.mark.skipif(not matmul.has_float16_gemm(), reason="this torch has no FBGEMM")
 @pytest.mark.parametrize("value", [7e4, float("inf"), float("nan")])
-def test_float16_refuses_what_it_cannot_hold(value: float) -> None:
+def test_float16_rejects_values_out_of_range(value: float) -> None:
     weight = rand(4, 4)
     weight[1, 2] = value
     with pytest.raises(ValueError, match="range of float16"):

@@ -48,7 +48,7 @@ def choose(backend: str, cache_dir: Path, **changes: object) -> tuple[object, st
     return make_model(tiny_config(**changes), weights, options, 64)
 
 
-def test_second_build_only_finds_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_build_reuses_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     native_library("this CPU")
     first = build.build(native_cache_dir())
     changed_ns = first.stat().st_mtime_ns
@@ -57,7 +57,7 @@ def test_second_build_only_finds_the_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert [path for path in native_cache_dir().iterdir() if path.suffix != ".so"] == []
 
 
-def test_another_cpu_or_compiler_is_another_library(
+def test_library_depends_on_cpu_and_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; : > "$2"'))
@@ -76,7 +76,7 @@ def test_another_cpu_or_compiler_is_another_library(
         (r"printf 'bad \377 flag' >&2; exit 3", "status 3: bad \ufffd flag"),
     ],
 )
-def test_failed_compilation_is_told_and_leaves_nothing(
+def test_failed_compilation_is_reported_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
 ) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path, script))
@@ -91,20 +91,20 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build.build(tmp_path)
 
 
-def test_a_command_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_compiler_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "gcc '-O2")
     with pytest.raises(NativeUnavailableError, match=r"CC is .*gcc '-O2.*No closing quotation"):
         build.build(tmp_path)
 
 
-def test_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_folder_writable_by_others_is_rejected(tmp_path: Path) -> None:
     """Code is loaded from it."""
     tmp_path.chmod(0o777)
     with pytest.raises(NativeUnavailableError, match="writable by others"):
         build.build(tmp_path)
 
 
-def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NativeUnavailableError, match="cannot be used"):
         build.build(tmp_path / "file" / "cache")
@@ -117,7 +117,7 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         choose("native", tmp_path / "cache")
 
 
-def test_auto_falls_back_to_torch_and_says_why_once(
+def test_auto_falls_back_to_torch_and_logs_the_reason_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -132,7 +132,7 @@ def test_auto_falls_back_to_torch_and_says_why_once(
         choose("native", tmp_path)
 
 
-def test_torch_by_choice_is_no_matter_for_a_warning(
+def test_no_warning_if_torch_is_requested_or_the_only_choice(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
@@ -141,7 +141,7 @@ def test_torch_by_choice_is_no_matter_for_a_warning(
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
 
 
-async def test_a_server_with_a_folder_that_cannot_be_written_says_what_to_do(
+async def test_server_with_an_unwritable_folder_logs_a_remedy(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As ``parley serve`` starts its engine, on a home that is read-only (also for root)."""
@@ -156,7 +156,7 @@ async def test_a_server_with_a_folder_that_cannot_be_written_says_what_to_do(
     assert "PARLEY_NATIVE_DIR" in line
 
 
-def test_native_is_chosen_where_it_can_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_native_is_chosen_if_available(caplog: pytest.LogCaptureFixture) -> None:
     native_library("this CPU")  # skips without a compiler
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
         model, kept_as = choose("native", native_cache_dir())
@@ -177,7 +177,7 @@ def test_auto_prefers_torch_over_portable_code(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(choose("native", native_cache_dir())[0], NativeDecoder)
 
 
-def test_runner_takes_it_from_the_engine_configuration(tmp_path: Path) -> None:
+def test_runner_uses_the_backend_of_the_engine_configuration(tmp_path: Path) -> None:
     native_library("this CPU")
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     cache = str(native_cache_dir())

@@ -1,4 +1,4 @@
-"""Packed products of the compiled kernels against the oracle: every row count, edge and format."""
+"""Compiled matrix products against the reference, for all row counts, edges and formats."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_product_equals_the_oracle(
 @pytest.mark.parametrize("has_zero", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("num_out", [8, 24, 48])  # a tile alone, a pair and one alone, pairs
-def test_a_row_does_not_depend_on_its_company(
+def test_a_row_does_not_depend_on_the_batch(
     library: Library, num_out: int, bits: int, has_zero: bool
 ) -> None:
     """To the last bit: one row, up to eight and more of them, and a last tile alone take different
@@ -115,7 +115,7 @@ def test_largest_sums_do_not_overflow(library: Library) -> None:
 
 
 @pytest.mark.parametrize("num_in", [32, 70, 576])
-def test_activations_are_rounded_to_the_nearest_step(library: Library, num_in: int) -> None:
+def test_activations_are_rounded_to_nearest(library: Library, num_in: int) -> None:
     """Through an identity matrix: what comes out is what the product sees of each value."""
     codes = torch.full((num_in, num_in), 128, dtype=torch.uint8)
     codes += torch.eye(num_in, dtype=torch.uint8)
@@ -162,7 +162,7 @@ def test_bias_is_added(library: Library) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible(library: Library, value: float) -> None:
+def test_nan_and_infinity_propagate(library: Library, value: float) -> None:
     """In its own row, and in no other."""
     packed = Packed(library, 16, 64, 4, True, seed=5)
     x = torch.randn(3, 64)
@@ -184,7 +184,7 @@ def test_many_threads_and_no_rows(library: Library, num_threads: int) -> None:
     assert packed.matrix.matmul(pool, x[:0]).shape == (0, 16)
 
 
-def test_more_threads_than_a_pool_has(library: Library) -> None:
+def test_too_many_threads(library: Library) -> None:
     """As many as PARLEY_LLM_THREADS may ask for can be had."""
     threads = Settings.model_fields["llm_threads"]
     assert Le(MAX_THREADS) in threads.metadata

@@ -1,4 +1,4 @@
-"""Hugging Face directories that are damaged, incomplete or hostile: refused by name, cheaply."""
+"""Damaged, incomplete or hostile Hugging Face directories are rejected by name, at low cost."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_wrong_containers(tmp_path: Path, content: bytes, message: str) -> None:
     assert peak_bytes < 3_000_000
 
 
-def test_a_header_of_two_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_two_gigabyte_header_is_rejected_unread(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with path.open("wb") as file:  # sparse: takes no room on disk
         file.write(struct.pack("<Q", 2 * 2**30))
@@ -150,7 +150,7 @@ def test_a_header_of_two_gigabytes_is_refused_before_it_is_read(tmp_path: Path) 
     assert peak_bytes < 100_000
 
 
-def test_every_truncation_is_refused(copy: Path) -> None:
+def test_every_truncation_is_rejected(copy: Path) -> None:
     file = copy / "model.safetensors"
     whole = file.read_bytes()
     header_len = 8 + int.from_bytes(whole[:8], "little")
@@ -266,12 +266,12 @@ def test_wrong_configurations(copy: Path, changes: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", "\ud83d", '{"a": ' * 50_000, "1" * 5000]
 )
-def test_configuration_that_is_no_json_object(copy: Path, content: str) -> None:
+def test_configuration_that_is_not_a_json_object(copy: Path, content: str) -> None:
     (copy / "config.json").write_bytes(content.encode("utf-8", errors="surrogatepass"))
     refuses(copy, "config.json: not (sound JSON|a JSON object)")
 
 
-def test_huge_json_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_huge_json_is_rejected_unread(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(2**31)
@@ -279,7 +279,7 @@ def test_huge_json_is_refused_before_it_is_read(tmp_path: Path) -> None:
         read_json(path)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     refuses(tmp_path, "holds no config.json")
     (tmp_path / "config.json").mkdir()
     refuses(tmp_path, "config.json: cannot be read")
@@ -332,7 +332,7 @@ def test_shards_are_read(shards: Path, sound: Path) -> None:
         None,
     ],
 )
-def test_an_index_may_not_leave_the_directory(shards: Path, name: Any) -> None:
+def test_index_may_only_name_files_of_the_directory(shards: Path, name: Any) -> None:
     outside = shards / "sub"
     outside.mkdir()
     (outside / "b.safetensors").write_bytes((shards / "b.safetensors").read_bytes())
@@ -360,7 +360,7 @@ def test_wrong_indices(shards: Path) -> None:
     refuses(shards, "more than 1000 files")
 
 
-def test_a_tensor_in_two_shards_is_refused(shards: Path) -> None:
+def test_a_tensor_in_two_shards_is_rejected(shards: Path) -> None:
     tensors = load_file(shards / "a.safetensors") | load_file(shards / "b.safetensors")
     save_file(tensors, shards / "b.safetensors")
     refuses(shards, "is in a.safetensors and in b.safetensors")
@@ -402,7 +402,9 @@ INTERESTING = [0, 1, ord('"'), ord("0"), ord("9"), ord("-"), ord("{"), ord("]"),
 
 @FUZZ
 @given(data=st.data())
-def test_damaged_safetensors_are_read_or_refused(copy: Path, sound: Path, data: Any) -> None:
+def test_damaged_safetensors_load_or_raise_model_load_error(
+    copy: Path, sound: Path, data: Any
+) -> None:
     """Any few bytes changed, most in the header: a model or a ModelLoadError, nothing else."""
     damaged = bytearray((sound / "model.safetensors").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -425,7 +427,9 @@ JSON = st.recursive(
 
 @FUZZ
 @given(data=st.data())
-def test_any_setting_of_any_value(copy: Path, sound: Path, data: Any) -> None:
+def test_arbitrary_settings_load_or_raise_model_load_error(
+    copy: Path, sound: Path, data: Any
+) -> None:
     config = json.loads((sound / "config.json").read_text())
     families = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
     config["model_type"] = data.draw(st.sampled_from(families))
@@ -441,7 +445,7 @@ def test_any_setting_of_any_value(copy: Path, sound: Path, data: Any) -> None:
         assert str(error)
 
 
-def test_a_mapped_tensor_is_the_file_s_and_cannot_change_it(tmp_path: Path) -> None:
+def test_mapped_tensor_is_copy_on_write(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     values = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor([1, -2], dtype=torch.int8)}
     write_safetensors(path, values | {"none": torch.empty(0, 3)})

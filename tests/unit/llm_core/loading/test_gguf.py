@@ -1,4 +1,4 @@
-"""GGUF: what the gguf package writes is read back the same; broken files are refused by name."""
+"""GGUF files: round trips with the gguf package, and rejection of broken files."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def test_weights_equal_the_gguf_packages(tmp_path: Path, kind: gguf.GGMLQuantiza
         assert torch.equal(to_float(weight), values), name
 
 
-def test_missing_head_means_tied(tmp_path: Path) -> None:
+def test_missing_head_is_tied(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", edit_tensors=lambda t: t.pop("output.weight"))
     with open_gguf_model(path) as model:
         assert model.config.tie_embeddings
         assert "head" not in model.weights
 
 
-def test_every_truncation_is_refused(tmp_path: Path, sound: bytes) -> None:
+def test_every_truncation_is_rejected(tmp_path: Path, sound: bytes) -> None:
     """Cut after each byte of the header, and in the data."""
     with GgufFile(write(tmp_path / "m.gguf")) as file:
         data_start = min(info.offset for info in file.tensors.values())
@@ -228,9 +228,7 @@ def test_absurd_metadata(tmp_path: Path, entries: list[bytes], message: str) -> 
         struct.pack("<Q", 2**31),
     ],
 )
-def test_a_header_of_two_gigabytes_is_refused_before_it_is_read(
-    tmp_path: Path, begun: bytes
-) -> None:
+def test_two_gigabyte_header_is_rejected_unread(tmp_path: Path, begun: bytes) -> None:
     path = tmp_path / "x.gguf"
     with path.open("wb") as file:  # sparse: takes no room on disk
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + begun)
@@ -320,7 +318,7 @@ def test_wrong_tensors(tmp_path: Path, edit: Callable[[Any], object], message: s
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_1])
-def test_numbers_that_are_not_finite_are_refused(
+def test_values_that_are_not_finite_are_rejected(
     tmp_path: Path, kind: gguf.GGMLQuantizationType, value: float
 ) -> None:
     """As a value, or as the scale of a block."""
@@ -396,7 +394,7 @@ def test_wrong_configuration(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_damaged_headers_are_read_or_refused(
+def test_damaged_headers_load_or_raise_model_load_error(
     tmp_path: Path, sound: bytes, data: st.DataObject
 ) -> None:
     """Any few bytes of the header changed: a model or a ModelLoadError, nothing else."""

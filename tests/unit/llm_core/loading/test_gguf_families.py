@@ -168,7 +168,7 @@ def test_logits_equal_transformers(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
-def test_transformers_reads_the_same_file_alike(tmp_path: Path, case: str) -> None:
+def test_transformers_reads_the_same_file_equally(tmp_path: Path, case: str) -> None:
     """Its reader undoes what the converter did; ours must come to the same logits."""
     arch, model_type, changes, edit = CASES[case]
     model = save_model(tmp_path, model_type, **changes)
@@ -218,7 +218,7 @@ def test_scalings_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [26, 46])
-def test_gemma_27b_scales_otherwise(tmp_path: Path, layers: int) -> None:
+def test_gemma_27b_attention_scale(tmp_path: Path, layers: int) -> None:
     sizes = {"num_hidden_layers": layers, "hidden_size": 16, "intermediate_size": 8}
     model = save_model(tmp_path, "gemma2", **(GEMMA | sizes))
     with open_gguf_model(convert(model, tmp_path / "m.gguf", "gemma2", edit=gemma2)) as opened:
@@ -256,7 +256,7 @@ def stored_as(model: Any, path: Path, arch: str, kind: BlockKind) -> Path:
 
 @pytest.mark.parametrize("kind", get_args(BlockKind))
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3"])
-def test_quantised_rows_are_cut_and_interleaved_as_they_are(
+def test_quantised_rows_are_sliced_and_permuted_in_place(
     tmp_path: Path, kind: BlockKind, arch: str
 ) -> None:
     """Every kind, rows fused and rows to be interleaved: transformers' logits of the values that

@@ -1,4 +1,4 @@
-"""The common form of grouped weights: the same values as the stored form, and 8-bit rounding."""
+"""Grouped codes equal the stored values; quantisation to 8 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def blocks(kind: BlockKind, weight: torch.Tensor) -> BlockTensor:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_grouped_form_means_the_stored_values(kind: BlockKind) -> None:
+def test_grouped_form_equals_the_stored_values(kind: BlockKind) -> None:
     stored = blocks(kind, rand(9, 96))
     grouped = to_grouped(stored)
     assert grouped is not None
@@ -50,7 +50,7 @@ def test_quantize_grouped_is_within_half_a_step(num_in: int, group: int) -> None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_quantize_grouped_refuses_what_is_not_finite(value: float) -> None:
+def test_quantize_grouped_rejects_values_that_are_not_finite(value: float) -> None:
     weight = rand(2, 32)
     weight[1, 3] = value
     with pytest.raises(ValueError, match="not finite"):

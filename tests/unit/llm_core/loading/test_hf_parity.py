@@ -1,4 +1,4 @@
-"""Logits of every family and option equal transformers': the same files, two programs."""
+"""Logits of all families and options equal those of transformers for the same files."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def old_spelling(directory: Path, **changes: Any) -> None:
         ),
     ],
 )
-def test_old_spelling_of_rotations(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
+def test_old_rope_schema(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
     model_type, options = CASES[case]
     model = save_model(tmp_path, model_type, **options)
     old_spelling(tmp_path, **changes)
@@ -167,7 +167,7 @@ def test_old_names_of_longrope(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_the_language_part_of_a_model_that_sees(tmp_path: Path, prefix: str) -> None:
+def test_language_part_of_a_vision_model(tmp_path: Path, prefix: str) -> None:
     """Gemma 3's larger files: text_config, other names, and a vision tower beside."""
     model = save_model(tmp_path, "gemma3_text", **GEMMA)
     file = tmp_path / "model.safetensors"
@@ -180,7 +180,7 @@ def test_the_language_part_of_a_model_that_sees(tmp_path: Path, prefix: str) -> 
     torch.testing.assert_close(our_logits(tmp_path, ids), their_logits(model, ids), **TOLERANCE)
 
 
-def test_gemma_3_leaves_out_what_is_the_default(tmp_path: Path) -> None:
+def test_gemma_3_defaults(tmp_path: Path) -> None:
     published = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

@@ -198,7 +198,7 @@ def test_gptq_zero_point_of_zero(tmp_path: Path) -> None:
     check(tmp_path, model, values, grouped=True, bits=4)
 
 
-def test_old_gptq_names_its_settings_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_old_gptq_settings_file(tmp_path: Path) -> None:
     case = Case(4, 32, symmetric=False)
     model, values = write(tmp_path, case, lambda p: gptq(p, 4, 1, with_index=False), {})
     with (
@@ -210,7 +210,7 @@ def test_old_gptq_names_its_settings_in_a_file_of_its_own(tmp_path: Path) -> Non
     check(tmp_path, model, values, grouped=True, bits=4)
 
 
-def test_gptq_biases_of_zeros_are_no_biases(tmp_path: Path) -> None:
+def test_gptq_zero_biases_are_ignored(tmp_path: Path) -> None:
     def pack(parts: Tensors) -> Tensors:
         return gptq(parts, 4, 1) | {"bias": torch.zeros(parts["codes"].shape[0]).half()}
 
@@ -427,7 +427,7 @@ def test_scales_that_are_not_finite(
         dict(opened.weights)
 
 
-def test_fp8_codes_that_are_no_numbers(forms: dict[str, Path], tmp_path: Path) -> None:
+def test_fp8_nan_codes(forms: dict[str, Path], tmp_path: Path) -> None:
     def edit(tensors: Tensors) -> None:
         tensors[f"{UP}.weight"].view(torch.uint8)[2, 3] = 0x7F
 
@@ -438,7 +438,7 @@ def test_fp8_codes_that_are_no_numbers(forms: dict[str, Path], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_part_that_is_missing_or_misshapen_is_named(
+def test_missing_or_misshapen_parts_are_named(
     forms: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
     names = [n for n in load_file(forms[form] / "model.safetensors") if n.startswith(UP)]
@@ -465,7 +465,9 @@ def test_every_part_that_is_missing_or_misshapen_is_named(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_any_damage_is_read_or_refused(forms: dict[str, Path], tmp_path: Path, data: Any) -> None:
+def test_any_damage_loads_or_raises_model_load_error(
+    forms: dict[str, Path], tmp_path: Path, data: Any
+) -> None:
     """Tensors of other shapes, dtypes and numbers: a model or a ModelLoadError, nothing else."""
     form = data.draw(st.sampled_from(sorted(FORMS)))
 

@@ -1,4 +1,4 @@
-"""Quantised files whose parts are finite and whose weights are not."""
+"""Quantised files with finite parts whose weights overflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.llm_core.loading.test_hf_quant import forms as forms  # a fixtur
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_scales_so_large_that_weights_overflow(
+def test_scales_that_overflow_weights_are_rejected(
     forms: dict[str, Path],
     tmp_path: Path,
     form: str,

@@ -1,4 +1,4 @@
-"""Loading holds little more than what is loaded: peak memory above what was there before."""
+"""Peak memory of loading is little above the size of the loaded model."""
 
 from __future__ import annotations
 

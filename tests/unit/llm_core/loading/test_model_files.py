@@ -77,7 +77,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_directory_of_gguf_files_is_not_one_model(tmp_path: Path) -> None:
+def test_directory_of_gguf_files_is_rejected(tmp_path: Path) -> None:
     for name in ("small.gguf", "large.gguf"):
         write_tiny_gguf(tmp_path / name)
     with (

@@ -1,4 +1,4 @@
-"""Block formats against the gguf package, and the layer that multiplies by them."""
+"""Block formats against the gguf package, and the linear layer over them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_dequantize_all_byte_values(kind: BlockKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_rows(kind: BlockKind) -> None:
+def test_row_selection(kind: BlockKind) -> None:
     tensor = blocks(kind, rand(9, widened(kind, 64)))
     picked = torch.tensor([8, 0, 0, 3])
     assert torch.equal(tensor.rows(picked).dequantize(), tensor.dequantize()[picked])
@@ -102,7 +102,7 @@ def test_grouped_codes_are_exact(kind: BlockKind) -> None:
     assert torch.equal(grouped.rows(picked).dequantize(), tensor.dequantize()[picked])
 
 
-def test_stacked_codes_stay_codes() -> None:
+def test_stacked_codes_stay_quantised() -> None:
     grouped = [to_grouped(blocks("Q4_1", rand(n, 32, seed=n))) for n in (3, 2)]
     parts = [part for part in grouped if part is not None]
     stacked = stack_rows(parts)
@@ -117,14 +117,14 @@ def test_stacked_codes_stay_codes() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scales_that_are_not_finite_are_seen(kind: BlockKind, scale: float) -> None:
+def test_scales_that_are_not_finite_are_detected(kind: BlockKind, scale: float) -> None:
     tensor = blocks(kind, rand(3, widened(kind, 64)))
     at = 208 if kind == "Q6_K" else 0
     tensor.blocks[1, 1, at : at + 2] = torch.tensor([scale]).half().view(torch.uint8)
     assert not tensor.scales_are_finite()
 
 
-def test_stack_rows_keeps_one_kind_and_mixes_others() -> None:
+def test_stack_rows_keeps_one_format_and_converts_mixed_ones() -> None:
     first, second = blocks("Q4_1", rand(3, 32)), blocks("Q4_1", rand(2, 32, seed=1))
     same = stack_rows([first, second])
     assert isinstance(same, BlockTensor)
@@ -178,7 +178,7 @@ def test_linear(weight_format: WeightFormat, num_rows: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", ROUNDING)
-def test_linear_of_odd_sizes_falls_back_to_what_fits(weight_format: WeightFormat) -> None:
+def test_linear_of_odd_sizes_falls_back(weight_format: WeightFormat) -> None:
     """17 rows fit no 4-bit tile, 33 columns no 8-bit tile."""
     for stored in (rand(17, 33), blocks("Q4_1", rand(17, 64))):
         exact, x = to_float(stored), rand(2, stored.shape[1], seed=1)

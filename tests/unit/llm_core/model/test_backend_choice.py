@@ -1,4 +1,4 @@
-"""Whether a model runs on a GPU, on machines that have none."""
+"""Selection of the backend on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from kernels import gpu
 from llm_core.errors import ModelLoadError
 from llm_core.messages import EngineConfig, ModelBackend
-from llm_core.model import backend as model_choice
+from llm_core.model import backend as backend_module
 from llm_core.model.backend import RunnerOptions, check_float8, why_no_gpu
 from llm_core.model.parallel import follower, launch
 from llm_core.model.parallel.launch import Followers
@@ -34,7 +34,7 @@ def make(backend: ModelBackend, **options: object) -> ModelRunner:
     return ModelRunner(config, random_weights(config), RunnerOptions(backend=backend, **options))  # type: ignore[arg-type]
 
 
-def test_without_a_gpu_auto_takes_the_cpu_and_says_why_in_one_line(
+def test_auto_without_a_gpu_uses_the_cpu_and_logs_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
@@ -44,12 +44,12 @@ def test_without_a_gpu_auto_takes_the_cpu_and_says_why_in_one_line(
     assert caplog.messages[0].endswith("; there is no CUDA device")
 
 
-def test_a_gpu_that_is_insisted_on_and_not_there_is_an_error() -> None:
+def test_required_but_missing_gpu_is_an_error() -> None:
     with pytest.raises(ModelLoadError, match="Triton kernels cannot run: there is no CUDA device"):
         make("triton")
 
 
-def test_an_old_card_is_as_good_as_none(
+def test_gpu_with_low_capability_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -77,7 +77,7 @@ def test_a_machine_without_triton_runs_on_the_cpu(
     assert caplog.messages[0].endswith("; triton is not installed")
 
 
-def test_the_interpreter_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_never_selects_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_no_gpu("triton") is None
     reason = why_no_gpu("auto")
@@ -85,16 +85,18 @@ def test_the_interpreter_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_a_card_can_be_left_alone(backend: ModelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_choice, "unavailable_reason", lambda: None)
+def test_cpu_backends_do_not_use_the_gpu(
+    backend: ModelBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "unavailable_reason", lambda: None)
     assert why_no_gpu(backend) == f"backend {backend} is asked for"
     assert why_no_gpu("auto") is None
 
 
-def test_a_format_of_the_cpu_runs_there(
+def test_cpu_weight_format_selects_the_cpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_choice, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(backend_module, "unavailable_reason", lambda: None)
     with caplog.at_level(logging.INFO, "llm_core.model.backend"):
         make("auto", weight_format="w8a8")
     assert caplog.messages[0].endswith("; weight format w8a8 is the CPU's")
@@ -102,7 +104,7 @@ def test_a_format_of_the_cpu_runs_there(
         make("triton", weight_format="w8a8")
 
 
-def test_what_only_a_gpu_can_do_is_refused_elsewhere(tmp_path: Path) -> None:
+def test_gpu_only_options_are_rejected_on_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="fp8, which only the Triton kernels have"):
         make("torch", kv_dtype="fp8")
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
@@ -116,7 +118,7 @@ def test_what_only_a_gpu_can_do_is_refused_elsewhere(tmp_path: Path) -> None:
         EngineConfig(model_path=path, tensor_parallel=0)
 
 
-def test_cards_without_8_bit_floats_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_rejected_by_gpus_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with pytest.raises(
         ValueError, match=r"fp8, which compute capability 8\.0 does not have: expec"
@@ -128,13 +130,13 @@ def test_cards_without_8_bit_floats_refuse_them(monkeypatch: pytest.MonkeyPatch)
     check_float8("weights", "fp8", is_cuda=True)
 
 
-def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_needs_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ModelLoadError, match="tensor_parallel is 2, but there are 1 GPUs"):
         Followers(EngineConfig(model_path="none", tensor_parallel=2), None)
 
 
-def test_a_rank_that_ends_at_once_is_reported_and_waited_for(
+def test_a_rank_that_exits_at_once_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks: list[subprocess.Popen[bytes]] = []
@@ -162,7 +164,7 @@ def test_a_rank_that_ends_at_once_is_reported_and_waited_for(
         (RuntimeError("CUDA error"), "rank 1 ends", True),
     ],
 )
-def test_why_a_rank_ends_is_in_its_log(
+def test_a_rank_logs_why_it_exits(
     error: Exception,
     message: str,
     has_trace: bool,

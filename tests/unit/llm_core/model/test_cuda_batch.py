@@ -1,4 +1,4 @@
-"""A step as words: what they say, with and without padding, and how they reach another rank."""
+"""Packed steps: fields, padding, and serialisation for other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH = ForwardBatch(
 )
 
 
-def test_fields_of_a_step() -> None:
+def test_fields_of_a_packed_step() -> None:
     step = packed(BATCH)
     assert step.token_ids.tolist() == [7, 8, 9, 10, 11]
     assert step.positions.tolist() == [3, 4, 6, 7, 7]
@@ -45,7 +45,7 @@ def test_fields_of_a_step() -> None:
     assert step.block_tables.tolist() == [[5, 2, 0], [1, 3, 4]]
 
 
-def test_padding_keeps_nothing_and_sees_nothing() -> None:
+def test_padding_stores_and_sees_nothing() -> None:
     plain, step = packed(BATCH), packed(BATCH, StepLayout(8, 4, 8, 6))
     assert step.slots.tolist() == [*plain.slots.tolist(), -1, -1, -1]
     assert step.row_starts.tolist() == [0, 2, 5, 5, 5]
@@ -69,14 +69,14 @@ def test_ancestors_are_those_of_the_oracle(length: int, seed: int) -> None:
     assert not words[:, expected.shape[1] :].any()
 
 
-def test_a_tree_that_is_too_large_is_refused() -> None:
+def test_too_large_a_tree_is_rejected() -> None:
     tree = Segment(tuple(range(20)), 0, 65, (-1,) + (0,) * 64)
     with pytest.raises(ValueError, match="a tree has 65 rows, at most 64"):
         packed(ForwardBatch(torch.zeros(65, dtype=torch.int64), (tree,), torch.tensor([0])))
 
 
 @pytest.mark.parametrize("shape", [None, StepShape(2, 4, 24)])
-def test_another_rank_hears_the_same_step(shape: StepShape | None) -> None:
+def test_serialised_step_round_trips(shape: StepShape | None) -> None:
     layout = layout_of(BATCH, 4)
     words = torch.arange(layout.num_words, dtype=torch.int32)
     step = PackedStep(words, layout, shape, 5, 2, wants_features=True)

@@ -1,4 +1,4 @@
-"""Which steps are replayed and with what padding; the graphs themselves are fakes here."""
+"""Shapes, padding and recording of steps, with fake graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.fake_graph import RecordedRun
         ([1] * 129, 90, None),
     ],
 )
-def test_a_step_gets_the_smallest_shape(
+def test_smallest_shape_is_selected(
     lengths: list[int], longest: int, expected: tuple[int, int, int] | None
 ) -> None:
     shape = shape_for(lengths, longest, 50_000)
@@ -40,7 +40,7 @@ def test_no_shape_is_longer_than_the_context() -> None:
     assert shape_for([1], 200_000, 250_000) == StepShape(1, 1, 250_000)
 
 
-def test_decoding_is_recorded_for_all_that_may_run() -> None:
+def test_decode_shapes_cover_all_batch_sizes() -> None:
     assert [s.num_sequences for s in decode_shapes(5, 4096)] == [1, 2, 4, 8]
     assert [s.num_sequences for s in decode_shapes(8, 4096)] == [1, 2, 4, 8]
     assert decode_shapes(1000, 4096)[-1] == StepShape(128, 1, 2048)
@@ -53,7 +53,7 @@ def test_decoding_is_recorded_for_all_that_may_run() -> None:
     st.lists(st.integers(1, 70), min_size=1, max_size=130),
     st.integers(0, 200_000),
 )
-def test_shapes_hold_their_steps(lengths: list[int], before: int) -> None:
+def test_shapes_fit_their_steps(lengths: list[int], before: int) -> None:
     longest = before + max(lengths)
     shape = shape_for(lengths, longest, max(longest, 100_000))
     if shape is not None:
@@ -88,7 +88,7 @@ class _Doubling:
         return float(state["out"].sum())
 
 
-def test_a_shape_is_recorded_when_it_has_come_often() -> None:
+def test_a_shape_is_recorded_once_frequent() -> None:
     model = _Doubling()
     shape = StepShape(2, 1, 64)
     assert model.step(shape, 1.0) is None
@@ -99,7 +99,7 @@ def test_a_shape_is_recorded_when_it_has_come_often() -> None:
     assert len(model.runs) == 1 and model.runs[0].num_replays == 2
 
 
-def test_a_shape_can_be_recorded_before_it_comes() -> None:
+def test_a_shape_can_be_recorded_in_advance() -> None:
     model = _Doubling()
     shape = StepShape(1, 4, 64)
     model.graphs.record(shape)
@@ -108,7 +108,7 @@ def test_a_shape_can_be_recorded_before_it_comes() -> None:
     assert model.step(shape, 0.5) == 4.0
 
 
-def test_graphs_are_bounded() -> None:
+def test_number_of_graphs_is_bounded() -> None:
     model = _Doubling(max_graphs=1)
     for rows in (1, 2):
         results = [model.step(StepShape(1, rows, 64), 1.0) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""A ring of two buffers: what a copy still reads is not written."""
+"""The staging ring does not overwrite buffers that a copy still reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> StagingRing:
     return StagingRing(is_pinned=False, make_event=FakeEvent)
 
 
-def test_buffers_take_turns_and_are_waited_for(ring: StagingRing) -> None:
+def test_buffers_alternate_and_wait_for_their_copies(ring: StagingRing) -> None:
     first = ring.acquire(10)
     ring.record_copy(first)
     second = ring.acquire(20)
@@ -51,7 +51,7 @@ def test_buffers_take_turns_and_are_waited_for(ring: StagingRing) -> None:
     assert FakeEvent.log[3:] == ["record event 0", "wait event 1"]
 
 
-def test_a_buffer_that_nothing_was_copied_from_is_not_waited_for(ring: StagingRing) -> None:
+def test_unused_buffer_is_not_waited_for(ring: StagingRing) -> None:
     for _ in range(5):
         ring.acquire(3)
     assert FakeEvent.log == []
@@ -65,7 +65,7 @@ def test_a_buffer_grows(ring: StagingRing) -> None:
     assert ring.acquire(90_000).data_ptr() == large.data_ptr(), "it is kept"
 
 
-def test_on_a_cpu_copies_are_over_when_they_return() -> None:
+def test_cpu_copies_are_synchronous() -> None:
     ring = StagingRing.of(torch.device("cpu"))
     words = [ring.acquire(4) for _ in range(4)]
     for buffer in words:

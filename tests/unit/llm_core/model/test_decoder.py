@@ -1,4 +1,4 @@
-"""The decoder's algebra: however rows are batched, each position gets the same logits."""
+"""The torch decoder gives each position the same logits in any batching."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_scattered_blocks_equal_consecutive_ones(
     torch.testing.assert_close(torch.cat(parts), whole, **TOLERANCE)
 
 
-def test_shared_prefix_blocks_serve_two_segments_of_one_batch() -> None:
+def test_two_segments_of_a_batch_share_prefix_blocks() -> None:
     config = tiny_config()
     shared = random_tokens(config, 32)
     ends = [random_tokens(config, 5, seed) for seed in (8, 9)]
@@ -128,7 +128,7 @@ def test_logit_rows_select_and_order() -> None:
     torch.testing.assert_close(some, every[rows], **TOLERANCE)
 
 
-def test_no_logit_rows_still_fills_the_cache() -> None:
+def test_batch_without_logit_rows_fills_the_cache() -> None:
     config = tiny_config()
     tokens = random_tokens(config, 9)
     expected = run_chunk(tiny_runner(config), tokens)[8:]
@@ -159,7 +159,7 @@ def path_of(parents: tuple[int, ...], row: int) -> list[int]:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize(("parents", "start"), TREES.values(), ids=TREES.keys())
-def test_each_path_of_a_tree_equals_a_text_of_its_own(
+def test_each_path_of_a_tree_equals_a_separate_sequence(
     config: ModelConfig, parents: tuple[int, ...], start: int
 ) -> None:
     """Beside a prompt's chunk, in scattered blocks; and its rows can be kept as a text."""
@@ -239,6 +239,6 @@ def test_position_zero_does_not_depend_on_later_tokens() -> None:
         ({"rms_eps": -1e-5}, "rms_eps is -1e-05"),
     ],
 )
-def test_impossible_configs_are_refused(changes: dict[str, float], message: str) -> None:
+def test_inconsistent_configs_are_rejected(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_config(**changes)

@@ -1,4 +1,4 @@
-"""The pool of keys and values: layout, runs of blocks, and what fewer bits cost."""
+"""The KV cache: layout, contiguous runs, and the error of quantised dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_positions_follow_the_block_table() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_what_is_written_is_read_through_the_runs(dtype: KvDtype) -> None:
+def test_runs_return_what_was_written(dtype: KvDtype) -> None:
     config = tiny_config()
     cache = KvCache(config, 8, block_size=4, dtype=dtype)
     segment = Segment((5, 6, 2), 0, 10)
@@ -60,7 +60,7 @@ def test_int8_of_zeros_and_of_large_numbers() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_copied_rows_carry_their_scales(dtype: KvDtype) -> None:
+def test_copied_rows_include_their_scales(dtype: KvDtype) -> None:
     config = tiny_config()
     tokens = random_tokens(config, 12)
     runner = tiny_runner(config, kv_dtype=dtype)
@@ -70,7 +70,7 @@ def test_copied_rows_carry_their_scales(dtype: KvDtype) -> None:
     torch.testing.assert_close(again, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_bytes() -> None:
+def test_num_bytes() -> None:
     config = tiny_config()  # 2 layers, 2 + 2 heads of 16
     per_position = {
         dtype: KvCache.num_bytes(config, 1, 1, dtype) for dtype in ("float32", "bfloat16", "int8")
@@ -105,7 +105,7 @@ def test_drift_does_not_grow_with_length(dtype: KvDtype, most: float) -> None:
     data=st.data(),
 )
 @settings(deadline=None)
-def test_runs_cover_each_position_once_and_are_as_few_as_can_be(
+def test_runs_are_minimal_and_cover_each_position_once(
     block_ids: list[int], block_size: int, data: st.DataObject
 ) -> None:
     end = data.draw(st.integers(1, len(block_ids) * block_size))

@@ -1,4 +1,4 @@
-"""The compiled decoder against torch's, with the same weights and the same rounded activations."""
+"""The compiled decoder against torch's, with equal weights and equally quantised activations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_forward_equals_torch(library: Library, family: str) -> None:
 @pytest.mark.usefixtures("rounded_activations")
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("block_size", [4, 64])
-def test_caches_of_all_kinds(library: Library, kv_dtype: KvDtype, block_size: int) -> None:
+def test_all_cache_dtypes(library: Library, kv_dtype: KvDtype, block_size: int) -> None:
     config = tiny_config(num_heads=6, num_kv_heads=2, sliding_window=11)
     pair = Pair(library, config, kv_dtype=kv_dtype, block_size=block_size, num_threads=1)
     _run_steps(pair, seed=3)
@@ -90,7 +90,7 @@ def test_long_prompt_and_many_streams(library: Library) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 70, "layer_is_sliding": (True, True)}])
-def test_company_does_not_change_a_bit(library: Library, changes: dict[str, Any]) -> None:
+def test_logits_are_bit_identical_in_any_batch(library: Library, changes: dict[str, Any]) -> None:
     """A row's logits are the same alone, among other streams, and within a draft's few rows."""
     config = tiny_config(context_len=256, num_heads=6, **changes)
     pair = Pair(library, config)
@@ -120,7 +120,7 @@ def test_company_does_not_change_a_bit(library: Library, changes: dict[str, Any]
         {"attention_softcap": 20.0, "logit_softcap": 30.0},
     ],
 )
-def test_cutting_a_prompt_does_not_change_a_bit(
+def test_logits_are_bit_identical_for_any_chunking(
     library: Library, changes: dict[str, Any], kv_dtype: KvDtype
 ) -> None:
     """A cached beginning and a cold one, whatever the chunks, give the same logits."""
@@ -142,7 +142,7 @@ def test_cutting_a_prompt_does_not_change_a_bit(
         assert torch.equal(run(*lengths), whole), lengths
 
 
-def test_threads_do_not_change_a_bit(library: Library) -> None:
+def test_logits_are_bit_identical_for_any_number_of_threads(library: Library) -> None:
     config = tiny_config()
     tokens = random_tokens(config, 60)
     results = []
@@ -153,7 +153,7 @@ def test_threads_do_not_change_a_bit(library: Library) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_indices_outside_their_range_are_refused(library: Library) -> None:
+def test_indices_out_of_range_are_rejected(library: Library) -> None:
     pair = Pair(library, tiny_config())
     one, zero = torch.tensor([1]), torch.tensor([0])
     for tokens, segment, rows, words in [
@@ -171,14 +171,14 @@ def test_indices_outside_their_range_are_refused(library: Library) -> None:
             pair.native.forward(ForwardBatch(tokens, (segment,), rows), pair.caches[1])
 
 
-def test_weights_that_are_not_finite_are_refused(library: Library) -> None:
+def test_weights_that_are_not_finite_are_rejected(library: Library) -> None:
     weights: dict[str, Weight] = dict(random_weights(tiny_config()))
     weights["layers.1.down"][3, 4] = float("nan")  # type: ignore[index]
     with pytest.raises(ValueError, match="finite"):
         NativeDecoder(tiny_config(), weights, library, num_threads=1, max_context=64)
 
 
-def test_profile_names_what_ran(library: Library) -> None:
+def test_profile_has_the_phases_that_ran(library: Library) -> None:
     pair = Pair(library, tiny_config())
     pair.native.start_profile()
     batch = ForwardBatch(torch.tensor([1]), (Segment((0,), 0, 1),), torch.tensor([0]))
@@ -190,9 +190,7 @@ def test_profile_names_what_ran(library: Library) -> None:
 
 @pytest.mark.parametrize("vocab_size", [63, 128, 1000])
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
-def test_the_largest_of_each_64_logits_is_noted(
-    library: Library, vocab_size: int, num_rows: int
-) -> None:
+def test_block_maxima(library: Library, vocab_size: int, num_rows: int) -> None:
     pair = Pair(library, tiny_config(vocab_size=vocab_size))
     rows = torch.arange(num_rows)
     segment = Segment(tuple(range(3)), 0, num_rows)
@@ -202,7 +200,7 @@ def test_the_largest_of_each_64_logits_is_noted(
     assert torch.equal(result.block_maxima, torch.stack(pieces, 1))
 
 
-def test_a_noted_maximum_is_nan_where_a_logit_is(library: Library) -> None:
+def test_block_maximum_is_nan_if_a_logit_is(library: Library) -> None:
     pair = Pair(library, tiny_config(vocab_size=130))
     head = pair.native.struct.head
     bias = torch.zeros(head.num_tiles * 8)

@@ -1,4 +1,4 @@
-"""Trees of drafts and features in the compiled decoder: a chain's bits, and torch's values."""
+"""Draft trees and features in the compiled decoder: bits of a chain, and torch's values."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ class Trees:
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_tree_is_its_paths_to_the_bit(library: Library, shape: str, kv_dtype: KvDtype) -> None:
+def test_a_tree_is_bit_identical_to_its_paths(
+    library: Library, shape: str, kv_dtype: KvDtype
+) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
     dice = random.Random(seed)
@@ -109,7 +111,7 @@ def test_a_deep_tree_crosses_chunks(library: Library) -> None:
     trees.check(parents, random_tokens(config, 200, seed=2))
 
 
-def test_company_does_not_change_a_tree(library: Library) -> None:
+def test_a_tree_does_not_depend_on_the_batch(library: Library) -> None:
     """Alone, and between a prompt's chunk, another tree and a chain: the same bits."""
     config = tiny_config(context_len=256, num_heads=6)
     trees = Trees(Pair(library, config), 70, seed=3)
@@ -168,7 +170,7 @@ def test_no_layers_no_features(library: Library) -> None:
     assert pair.native.forward(batch, pair.caches[1]).features is None
 
 
-def test_trees_that_are_none_are_refused(library: Library) -> None:
+def test_malformed_trees_are_rejected(library: Library) -> None:
     pair = Pair(library, tiny_config(context_len=2 * MAX_TREE_ROWS), block_size=16)
     table = tuple(range(NUM_BLOCKS))
     for parents in [(0, 0), (-1, 1), (-2, 0), (-1,) * (MAX_TREE_ROWS + 1), (-1, 0, 0)]:

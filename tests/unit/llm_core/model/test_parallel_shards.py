@@ -1,4 +1,4 @@
-"""What each rank holds: together exactly the model, each part in the form that the weight has."""
+"""Shards of all ranks partition the model and keep quantised formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.random_llama import random_weights, tiny_config
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_hold_the_whole_model_once(num_ranks: int, tie: bool) -> None:
+def test_shards_partition_the_model(num_ranks: int, tie: bool) -> None:
     config = tiny_config(
         num_kv_heads=4, attention_bias=True, qk_norm=True, post_norms=True, tie_embeddings=tie
     )
@@ -44,12 +44,12 @@ def test_ranks_hold_the_whole_model_once(num_ranks: int, tie: bool) -> None:
     "changes",
     [{"num_kv_heads": 1}, {"num_heads": 3, "num_kv_heads": 3}, {"intermediate_size": 95}],
 )
-def test_what_cannot_be_shared_out_evenly_is_refused(changes: dict[str, int]) -> None:
+def test_indivisible_models_are_rejected(changes: dict[str, int]) -> None:
     with pytest.raises(ModelLoadError, match="is not a multiple of it"):
         shard_config(tiny_config(**changes), 2)
 
 
-def test_columns_stay_quantised_between_groups() -> None:
+def test_column_slices_aligned_with_groups_stay_quantised() -> None:
     blocks = torch.randint(0, 255, (3, 4, 18), dtype=torch.uint8)
     blocks[..., :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8)
     block = BlockTensor("Q4_0", blocks)

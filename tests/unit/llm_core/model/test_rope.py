@@ -1,4 +1,4 @@
-"""Rotation tables against transformers' frequencies, and which table a layer gets."""
+"""RoPE tables against transformers, and the table of each layer."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tables_equal_transformers(
     torch.testing.assert_close(table, theirs(rope, num_positions), atol=2e-5, rtol=0)
 
 
-def test_part_of_a_head_turns() -> None:
+def test_partial_rotary_dim() -> None:
     config = tiny_config(rope_theta=500.0, rotary_dim=8, rope_scaling=LinearRope(factor=2.0))
     table = rope_tables(config, 40).of_layer(0)
     rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
@@ -155,7 +155,7 @@ def test_sliding_layers_have_their_own_unscaled_table() -> None:
         ),
     ],
 )
-def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_configs_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_config(**changes)
 
@@ -179,6 +179,6 @@ def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -
         ),
     ],
 )
-def test_impossible_scalings_are_refused(make: Any, message: str) -> None:
+def test_invalid_scalings_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""ModelRunner: blocks, copies, formats, and what it says about itself."""
+"""ModelRunner: blocks, copies, weight formats and model info."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_last_position_of_the_context() -> None:
         "no parent",
     ],
 )
-def test_impossible_batches_are_caught(segments: tuple[Segment, ...]) -> None:
+def test_invalid_batches_are_rejected(segments: tuple[Segment, ...]) -> None:
     runner = tiny_runner()
     with pytest.raises(AssertionError):
         runner.forward(ForwardBatch(torch.zeros(3, dtype=torch.int64), segments, torch.arange(1)))
@@ -93,7 +93,7 @@ def test_max_context_cannot_exceed_the_models() -> None:
     assert tiny_runner(max_context=1_000_000).max_context == 128
 
 
-def test_cache_larger_than_memory_is_refused_by_name() -> None:
+def test_cache_larger_than_memory_is_rejected() -> None:
     config = tiny_config(context_len=1 << 24)
     with pytest.raises(ModelLoadError, match=r"10000000 blocks of 16 positions needs .* GiB"):
         ModelRunner(config, random_weights(config), RunnerOptions(num_blocks=10_000_000))
@@ -131,7 +131,7 @@ def test_loaded_file_equals_in_memory_model(tmp_path: Path) -> None:
     assert (run_chunk(default, tokens) - run_chunk(exact, tokens)).abs().max() < 0.06
 
 
-def test_size_of_the_pool(tmp_path: Path) -> None:
+def test_default_pool_size(tmp_path: Path) -> None:
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf", context_len=8192))
 
     def num_blocks(**options: Any) -> int:

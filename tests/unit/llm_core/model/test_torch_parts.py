@@ -1,4 +1,4 @@
-"""What a GPU step leaves to torch: as it is, compiled, and where nothing can be compiled."""
+"""Torch operations of a GPU step: eager, compiled, and without a working compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._inductor import config as inductor
 from kernels.gpu import load_ops
 from llm_core.config import ModelConfig
 from llm_core.errors import ModelLoadError
-from llm_core.model import backend as model_choice
+from llm_core.model import backend as backend_module
 from llm_core.model.backend import RunnerOptions
 from llm_core.model.gpu.decoder import TritonDecoder
 from llm_core.model.gpu.torch_parts import TorchParts
@@ -43,7 +43,7 @@ def decoder(config: ModelConfig, weights: dict[str, Weight], parts: TorchParts) 
 
 
 @pytest.mark.timeout(300)
-def test_compiled_parts_give_equal_logits() -> None:
+def test_compiled_operations_give_equal_logits() -> None:
     """Soft caps and all, in steps of several sizes, with one program for all of them."""
     config = tiny_config(**FAMILIES["gemma2"])
     assert config.logit_softcap is not None
@@ -64,7 +64,7 @@ def test_compiled_parts_give_equal_logits() -> None:
                 torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
-def test_without_a_compiler_loading_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_compile_is_a_load_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(function: Any, **options: object) -> Any:
         def run(*args: object) -> None:
             raise RuntimeError("no C++ compiler was found\nand a long trace")
@@ -74,9 +74,9 @@ def test_without_a_compiler_loading_fails_and_says_why(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(ValueError, match=r"torch\.compile does not work here: no C\+\+ compiler"):
         TorchParts(CPU)
-    monkeypatch.setattr(model_choice, "why_no_gpu", lambda backend: None)
+    monkeypatch.setattr(backend_module, "why_no_gpu", lambda backend: None)
     config = tiny_config()
     options = RunnerOptions(backend="triton", weight_format="auto", torch_compile=True)
     with pytest.raises(ModelLoadError, match=r"torch\.compile does not work here") as error:
-        model_choice.make_model(config, dict(random_weights(config)), options, 64)
+        backend_module.make_model(config, dict(random_weights(config)), options, 64)
     assert "long trace" not in str(error.value)

@@ -172,7 +172,7 @@ def test_replayed_steps_equal_torch(family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_other_dtypes_of_keys_and_values(kv_dtype: KvDtype, seed: int) -> None:
+def test_other_kv_dtypes(kv_dtype: KvDtype, seed: int) -> None:
     """Rounded as torch's cache rounds; a value at the edge of a step may fall to either side."""
     config = tiny_config()
     pair = Pair(config, dict(random_weights(config, seed)), kv_dtype=kv_dtype)
@@ -197,7 +197,7 @@ def quantised(weights: dict[str, torch.Tensor], bits: int, group: int) -> dict[s
 
 
 @pytest.mark.parametrize(("bits", "name"), [(4, "int4"), (8, "int8")])
-def test_stored_codes_are_kept(bits: int, name: str, seed: int) -> None:
+def test_stored_codes_are_not_requantised(bits: int, name: str, seed: int) -> None:
     config = tiny_config(tie_embeddings=bits == 4)
     pair = Pair(config, quantised(random_weights(config, seed), bits, 32))
     assert pair.triton.weight_format == name
@@ -209,7 +209,7 @@ def test_stored_codes_are_kept(bits: int, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("weight_format", "limit"), [("int8", 0.05), ("fp8", 0.2)])
-def test_weights_can_be_rounded(weight_format: GpuFormat, limit: float, seed: int) -> None:
+def test_weights_can_be_quantised(weight_format: GpuFormat, limit: float, seed: int) -> None:
     config = tiny_config()
     pair = Pair(config, dict(random_weights(config, seed)), weight_format=weight_format)
     assert pair.triton.weight_format == weight_format
@@ -274,7 +274,7 @@ class _ThreadRank:
 
 
 @pytest.mark.parametrize("overlap_rows", [0, 2, 9])
-def test_halves_whose_sums_overlap_give_the_same(overlap_rows: int, seed: int) -> None:
+def test_overlapping_halves_give_the_same(overlap_rows: int, seed: int) -> None:
     """Two ranks; the steps of ``overlap_rows`` rows and more in two halves."""
     config = tiny_config(num_kv_heads=2, post_norms=True)
     weights: dict[str, Weight] = dict(random_weights(config, seed))
@@ -313,7 +313,7 @@ def test_halves_whose_sums_overlap_give_the_same(overlap_rows: int, seed: int) -
     assert members[0].most_begun == (2 if overlap_rows else 1), "one half's sum beside the other"
 
 
-def test_tokens_are_chosen_and_fed_where_they_are(seed: int) -> None:
+def test_tokens_are_sampled_and_fed_back_on_the_device(seed: int) -> None:
     """Greedy steps, each of which takes its tokens from the one before, eager and replayed; a row
     whose logits are asked for beside one whose token is."""
     config = tiny_config()

@@ -1,4 +1,4 @@
-"""Tokens drawn in compiled code are those of the sampler's rule, whatever the options."""
+"""The compiled sampler samples the same tokens as the reference, for all options."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def assert_sampled(token: int, row: FloatRow, sampler: SamplerState, u: float) -
     ),
     said=st.lists(st.integers(0, 2**32), max_size=90),
 )
-def test_every_option_with_ties_flat_and_steep_rows(
+def test_equals_the_reference_for_all_options(
     form: str,
     seed: int,
     size: int,
@@ -147,7 +147,7 @@ def test_penalty_on_the_maximum_of_a_block() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_word_may_be_counted_and_biased_at_once(form: str) -> None:
+def test_all_tokens_penalised_and_biased(form: str) -> None:
     """More logits are changed, and put back, than the row has."""
     size = 300
     options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 0.5}

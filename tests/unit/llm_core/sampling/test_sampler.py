@@ -1,4 +1,4 @@
-"""Sampling: exact nucleus, greedy at the edges, random numbers of seed and position alone."""
+"""The reference sampler: exact distributions, greedy edge cases, reproducible randomness."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_distribution_equals_the_definition(spread: float, params: dict[str, Any
         assert got[token] == pytest.approx(wanted[token], rel=2e-3)
 
 
-def test_equal_logits_are_cut_at_the_smaller_ids() -> None:
+def test_equal_logits_keep_the_smaller_ids() -> None:
     row = np.zeros(VOCAB, dtype=np.float32)
     assert set(kept(row, top_k=3)) == {0, 1, 2}
     assert set(kept(row, top_p=0.01)) == set(range(50))
 
 
-def test_tiny_top_p_keeps_the_best_alone() -> None:
+def test_tiny_top_p_keeps_only_the_best() -> None:
     row = logits()
     assert set(kept(row, top_p=1e-9)) == {int(row.argmax())}
 
@@ -107,11 +107,11 @@ def test_no_or_tiny_temperature_is_argmax(temperature: float) -> None:
         assert sample_row(row, state(temperature=temperature, seed=seed), 3) == row.argmax()
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_equal_logits() -> None:
     assert sample_row(np.zeros(9, dtype=np.float32), state(9), 0) == 0
 
 
-def test_masked_tokens_are_never_drawn() -> None:
+def test_minus_infinity_is_never_sampled() -> None:
     row = np.full(VOCAB, -np.inf, dtype=np.float32)
     row[[5, 4000]] = 1.0
     for params in ({}, {"top_p": 0.999}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 50.0}):
@@ -149,7 +149,7 @@ def test_frequencies_over_a_whole_vocabulary() -> None:
     assert abs(chi_squared - 999) < 5 * (2 * 999) ** 0.5
 
 
-def test_the_choice_depends_on_seed_and_position_alone() -> None:
+def test_token_depends_on_seed_and_position_only() -> None:
     row = logits()
     first = [sample_row(row, state(temperature=1.0, seed=3), p) for p in range(30)]
     chooser = state(temperature=1.0, seed=3)
@@ -189,7 +189,7 @@ def test_uniform_is_in_range(seed: int, position: int) -> None:
     min_p=st.floats(0.0, 1.0),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_parameters_give_a_token_that_may_be_drawn(
+def test_any_parameters_give_a_candidate(
     seed: int, spread: float, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
     row = logits(seed, spread, size=700)
@@ -198,7 +198,7 @@ def test_any_parameters_give_a_token_that_may_be_drawn(
     assert token in kept(row, **params)
 
 
-def test_repetition_counts_prompt_and_reply_and_never_helps() -> None:
+def test_repetition_penalty_counts_prompt_and_reply() -> None:
     row = np.array([2.0, -2.0, 1.5, -1.0], dtype=np.float32)
     chooser = state(4, prompt=(0, 1), repetition_penalty=2.0)
     assert chooser.apply_penalties(row).tolist() == [1.0, -4.0, 1.5, -1.0]
@@ -207,7 +207,7 @@ def test_repetition_counts_prompt_and_reply_and_never_helps() -> None:
     assert row.tolist() == [2.0, -2.0, 1.5, -1.0]
 
 
-def test_frequency_and_presence_count_the_reply_alone() -> None:
+def test_frequency_and_presence_count_only_the_reply() -> None:
     row = np.zeros(4, dtype=np.float32)
     chooser = state(4, prompt=(0, 0), frequency_penalty=0.5, presence_penalty=0.25)
     assert chooser.apply_penalties(row).tolist() == [0, 0, 0, 0]
@@ -259,7 +259,7 @@ def test_a_bias_can_force_and_ban() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 0.7, 1e6])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.01}])
-def test_masked_tokens_are_never_chosen(temperature: float, params: dict[str, Any]) -> None:
+def test_masked_tokens_are_never_sampled(temperature: float, params: dict[str, Any]) -> None:
     row = logits(3)
     allowed = np.zeros(VOCAB, dtype=np.bool_)
     allowed[[4, 10, 4999]] = True
@@ -274,7 +274,7 @@ def test_masked_tokens_are_never_chosen(temperature: float, params: dict[str, An
         assert chosen == {4, 4999}
 
 
-def test_nothing_allowed_is_an_error_and_so_is_nan_behind_a_mask() -> None:
+def test_empty_mask_and_masked_nan_are_errors() -> None:
     row = logits(4, size=9)
     none = np.zeros(9, dtype=np.bool_)
     with pytest.raises(LlmError, match="unusable"):
@@ -307,7 +307,7 @@ def block_maxima_of(row: FloatRow) -> FloatRow:
     ),
     is_banned=st.booleans(),
 )
-def test_what_the_model_notes_of_its_logits_changes_no_token(
+def test_block_maxima_do_not_change_tokens(
     seed: int,
     size: int,
     spread: float,
@@ -336,7 +336,7 @@ def test_what_the_model_notes_of_its_logits_changes_no_token(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_noted_maxima_hide_nothing_unusable(bad: float) -> None:
+def test_block_maxima_do_not_hide_unusable_logits(bad: float) -> None:
     row = logits(3, size=300)
     row[170] = bad
     with pytest.raises(LlmError, match="unusable"):
@@ -347,7 +347,7 @@ def test_noted_maxima_hide_nothing_unusable(bad: float) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.001, 1.0, 4.0])
-def test_picking_out_what_is_near_changes_no_distribution(spread: float) -> None:
+def test_candidate_selection_does_not_change_the_distribution(spread: float) -> None:
     """A vocabulary so large, and a row so flat, that both ways are taken."""
     row = logits(6, spread, size=30_000)
     for params in ({}, {"top_k": 700}, {"min_p": 0.3}, {"top_p": 0.6}):
