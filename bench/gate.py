@@ -20,7 +20,7 @@ from app.config import Settings
 from app.engine_options import engine_config, setting_of
 from app.errors import ConfigError, ParleyError
 from app.models.store import ModelStore
-from bench import machine
+from bench.harness import machine
 from bench.llm.engines import MeasuredEngine, ParleyEngine
 from bench.llm.workloads import Figures, cached_prefix, decode, prefill, streams
 from bench.voice import callers

@@ -18,7 +18,7 @@ import msgspec
 
 from app.errors import ParleyError
 from app.extras import how_to_install
-from bench import machine
+from bench.harness import machine
 from bench.llm.engines import MeasuredEngine, ParleyEngine
 from bench.llm.workloads import Figures, all_workloads, decode, streams
 from llm_core import EngineConfig

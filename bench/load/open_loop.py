@@ -15,7 +15,7 @@ from typing import Any
 
 from app.clock import Clock
 from app.errors import ParleyError
-from bench.figures import percentiles
+from bench.harness.figures import percentiles
 from bench.load.trace import Arrival, at_rate
 
 # Of one search: more would double a rate, or halve it, beyond all that a machine serves.

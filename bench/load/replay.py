@@ -22,11 +22,11 @@ from app.errors import ParleyError
 from app.models.store import ModelStore
 from audio.tts.synthesizer import Synthesizer
 from audio.vad import VadModel
-from bench import machine
+from bench.harness import machine
+from bench.harness.plot import Chart, Line, to_svg
 from bench.llm.workloads import conversation
 from bench.load.open_loop import OpenLoop, Saturation, Serve, Served, Step, Targets, find_saturation
 from bench.load.trace import Arrival, piece, read_arrivals, scaled
-from bench.plot import Chart, Line, to_svg
 from bench.voice.script import SCRIPT, Kind, Utterance, speak_line
 from llm_core import (
     EngineClient,

@@ -25,7 +25,7 @@ from app.errors import ParleyError
 from app.models.store import ModelStore
 from audio.tts.synthesizer import Synthesizer
 from audio.vad import VadModel
-from bench.figures import (
+from bench.harness.figures import (
     Answer,
     cpu_seconds,
     percentiles,

@@ -13,7 +13,7 @@ import typer
 
 from app.cli.bench import _counts
 from app.errors import ParleyError
-from bench import machine
+from bench.harness import machine
 from bench.llm import compare, peer, workloads
 from bench.llm.engines import Generated, Stopwatch
 from llm_core import ChatMessage

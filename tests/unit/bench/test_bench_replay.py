@@ -16,10 +16,10 @@ from app.cli.replay import _rates
 from app.config import load_settings
 from app.engine_options import engine_config, parse_options
 from app.errors import ConfigError, ParleyError
+from bench.harness.plot import Chart, Line, to_svg
 from bench.load.open_loop import OpenLoop, Served, Step, Targets, find_saturation
 from bench.load.replay import ReplayOptions, ReplayResult
 from bench.load.trace import Arrival, at_rate, piece, read_arrivals, scaled
-from bench.plot import Chart, Line, to_svg
 from tests.support.fakes import ManualClock, settle
 
 HEADER = "t_s,context_tokens,generated_tokens,split\n"

@@ -19,7 +19,7 @@ from app.clients.recording import RATE, Played, Recording, VoicedFrames
 from app.clients.talk import CallerAudio, TalkResult
 from app.clients.talk_log import LoggedTurn
 from app.observe.trace import STAGES
-from bench.figures import PARTS, Answer, cpu_seconds, percentiles, waited_for, word_errors
+from bench.harness.figures import PARTS, Answer, cpu_seconds, percentiles, waited_for, word_errors
 from bench.voice.callers import Tally, wait_note
 from bench.voice.script import SCRIPT, Kind, Utterance
 from tests.support.fakes import EnergyVad

@@ -1,4 +1,4 @@
-"""``bench/load/simulate_callers.py`` runs from end to end, and shows what it is there to show."""
+"""``bench.load.simulate_callers`` end to end, and the effect of deadline scheduling in it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import random
 import pytest
 
 from bench.load.simulate_callers import Outcome, Simulation, serve, svg
+from bench.load.trace import Arrival
 from llm_core.messages import PolicyName
 
 # An arrival at random within a minute, half a page of history, half a minute of speech.
 _DICE = random.Random(3)
-TRACE = [(60 * n / 40, _DICE.randrange(100, 1200), _DICE.randrange(20, 120)) for n in range(400)]
+TRACE = [
+    Arrival(60 * n / 40, _DICE.randrange(100, 1200), _DICE.randrange(20, 120)) for n in range(400)
+]
 STEP_MS, ROW_MS, BUDGET_MS = 10.0, 2.0, 600.0
 
 
@@ -50,6 +53,8 @@ def test_the_whole_bench() -> None:
         most=6,
     )
     result = serve(TRACE, arguments)
-    assert {r["policy"] for r in result["runs"]} == {"fcfs", "deadline"}
-    assert result["served_deadline"] >= 3
+    assert [row[:2] for row in result.rows] == [
+        (policy, callers) for policy in ("fcfs", "deadline") for callers in (3, 6)
+    ]
+    assert "6 by deadline" in result.notes
     assert "polyline" in svg(result)

@@ -1,4 +1,4 @@
-"""What machine a result was measured on, and how fast it is at what decoding is bound by."""
+"""Description of the machine that a benchmark runs on, with its memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NUM_READS = 5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``read_gb_s`` calibrates: results of two machines compare by it."""
+    """Facts of one machine. ``read_gb_s`` (1e9 bytes) bounds decoding: divide figures by it before
+    you compare two machines."""
 
     processor: str
     num_cores: int
@@ -30,12 +31,19 @@ class Machine:
     date: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, for JSON."""
         return asdict(self)
 
 
+def summary() -> str:
+    """One line for a result file; nothing is measured."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {_processor()}, {memory / 2**30:.0f} GiB"
+
+
 def describe(num_threads: int) -> Machine:
-    """Measures the memory with ``num_threads`` threads; takes about a second."""
+    """The machine, with its memory read by ``num_threads`` threads; takes about a second."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         processor=_processor(),
@@ -49,14 +57,16 @@ def describe(num_threads: int) -> Machine:
 
 
 def read_gb_s(num_threads: int) -> float:
-    """Bytes a second that ``num_threads`` threads read from memory together, in 1e9; the best of
-    five. Each looks for the largest of many float32, which costs less than loading them."""
+    """Memory bandwidth of ``num_threads`` threads together in GB/s (1e9 bytes), the best of five.
+
+    Each thread takes the maximum of a large float32 array, which costs less than loading it.
+    """
     arrays = [np.ones(_READ_BYTES // 4, dtype=np.float32) for _ in range(num_threads)]
     with ThreadPoolExecutor(num_threads) as pool:
         best_s = float("inf")
         for _ in range(_NUM_READS):
             start_s = time.perf_counter()
-            list(pool.map(np.max, arrays))  # numpy lets go of the interpreter lock
+            list(pool.map(np.max, arrays))  # numpy releases the GIL
             best_s = min(best_s, time.perf_counter() - start_s)
     return num_threads * _READ_BYTES / best_s / 1e9
 
@@ -73,4 +83,4 @@ def _processor() -> str:
 
 def _vector_level(flags: list[str]) -> str:
     levels = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "sse4_2")
-    return next((level for level in levels if level in flags), "no vector unit known")
+    return next((level for level in levels if level in flags), "unknown vector unit")

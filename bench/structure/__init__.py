@@ -1,0 +1,1 @@
+"""Benchmarks of the code itself: the files and calls that one turn needs."""
