@@ -1,1 +1,1 @@
-"""Benchmarks behind `parley bench`: what is measured, against whom, and how it is reported."""
+"""Benchmarks of Parley. ``python -m bench`` lists them."""

@@ -1,19 +1,18 @@
-"""`parley bench gate`: may this engine replace that one? Speed against what it says.
+"""`parley bench gate`: compare a new engine with an old one, in speed and in answers.
 
-Both engines run in this very run, interleaved, so that what else the machine does meets both. Speed
-is the median of the rounds' own ratios; what is said is compared greedily on short spoken requests;
-perplexity reads a text where weights differ (by default what the old engine has answered, so it
-asks: does the new one mind the old one's words?); with voice, whole turns are compared too.
+Both engines are measured in interleaved rounds; speed is the median of the ratios of the rounds.
+Answers are greedy, to short spoken requests. Where the weights differ, the perplexity of a text is
+compared, by default of the answers of the old engine. With voice, whole turns are compared too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from app.config import Settings
@@ -21,8 +20,9 @@ from app.engine_options import engine_config, setting_of
 from app.errors import ConfigError, ParleyError
 from app.models.store import ModelStore
 from bench.harness import machine
-from bench.llm.engines import MeasuredEngine, ParleyEngine
-from bench.llm.workloads import Figures, cached_prefix, decode, prefill, streams
+from bench.harness.rounds import Rounds, run_rounds
+from bench.llm.engines import ParleyEngine
+from bench.llm.workloads import cached_prefix, decode, prefill, streams
 from bench.voice import callers
 from bench.voice.script import SCRIPT
 from llm_core import (
@@ -37,16 +37,17 @@ from llm_core import (
 _ANSWER_LEN = 40
 _WINDOW_LEN = 128
 _MAX_TEXT_TOKENS = 1 << 14
+_SIDES = ("old", "new")
 _SPEED = ("decode_tok_s", "prefill_tok_s", "ttft_cached_ms", "streams4_tok_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the new engine may be worse by.
+    """By how much the new engine may be worse.
 
-    ``min_speed``: of each speed figure, the ratio to the old one's. ``min_agreement``: the mean
-    share of an answer's words before the first that differs. ``max_perplexity_rise``: relative.
-    ``max_wer_rise``: absolute. ``max_v2v_ratio``: of the median voice to voice.
+    ``min_speed``: least ratio of each speed figure. ``min_agreement``: least mean share of the
+    words of an answer before the first that differs. ``max_perplexity_rise``: relative.
+    ``max_wer_rise``: absolute. ``max_v2v_ratio``: of the median voice-to-voice latencies.
     """
 
     min_speed: float = 0.95
@@ -58,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two engines: its model's name and the options beside the server's settings."""
+    """One of the two engines: the name of its model, and options on top of the settings."""
 
     model: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison. ``limit`` is for ``value``, which is what the two make together."""
+    """One comparison. ``value`` is computed from both and compared with ``limit``."""
 
     name: str
     old: float
@@ -76,7 +77,7 @@ class Check:
     passed: bool
 
     def reason(self) -> str:
-        """In words."""
+        """The check as a sentence."""
         sign = "within" if self.passed else "beyond"
         return (
             f"{self.name}: {self.old:.4g} -> {self.new:.4g} ({self.value:.4g}, {sign} the limit "
@@ -86,7 +87,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """``models`` are the two, by content."""
+    """All checks; ``models`` identifies both engines by the content of their models."""
 
     machine: dict[str, Any]
     models: dict[str, dict[str, Any]]
@@ -94,11 +95,11 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """All checks did."""
+        """Whether all checks passed."""
         return all(check.passed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result, for JSON."""
         return {
             "passed": self.passed,
             "machine": self.machine,
@@ -108,30 +109,20 @@ class GateResult:
         }
 
 
-def speed_checks(old: Sequence[Figures], new: Sequence[Figures], limits: Limits) -> list[Check]:
-    """From the rounds' figures, the n-th of both taken in the same round."""
+def speed_checks(rounds: Rounds, limits: Limits) -> list[Check]:
+    """One check for each figure of ``_SPEED``; its ratio is above 1 where ``new`` is faster."""
+    old, new = rounds.medians("old"), rounds.medians("new")
+    faster, slower = rounds.ratios("new", "old"), rounds.ratios("old", "new")
     checks = []
     for name in _SPEED:
-        ratios = [
-            before[name] / after[name] if name.endswith("_ms") else after[name] / before[name]
-            for before, after in zip(old, new, strict=True)
-        ]
-        ratio = statistics.median(ratios)
-        checks.append(
-            Check(
-                name=f"speed, {name}",
-                old=statistics.median(figures[name] for figures in old),
-                new=statistics.median(figures[name] for figures in new),
-                value=ratio,
-                limit=limits.min_speed,
-                passed=ratio >= limits.min_speed,
-            )
-        )
+        ratio = (slower if name.endswith("_ms") else faster)[name]
+        limit = limits.min_speed
+        checks.append(Check(f"speed, {name}", old[name], new[name], ratio, limit, ratio >= limit))
     return checks
 
 
 def agreement(old: Sequence[str], new: Sequence[str]) -> float:
-    """Mean share of the words of the longer of two answers that come before the first difference.
+    """Mean over the answers: words before the first difference / words of the longer one.
 
     Two empty answers agree.
     """
@@ -142,23 +133,23 @@ def agreement(old: Sequence[str], new: Sequence[str]) -> float:
         pairs = zip(words, others, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         shares.append(same / longest if longest else 1.0)
-    return statistics.fmean(shares)
+    return fmean(shares)
 
 
 def agreement_check(old: Sequence[str], new: Sequence[str], limits: Limits) -> Check:
-    """The answers of both to the same requests."""
+    """Of the answers of both engines to the same requests."""
     share, least = agreement(old, new), limits.min_agreement
     return Check("agreement of answers", 1.0, share, share, least, share >= least)
 
 
 def perplexity_check(old: float, new: float, limits: Limits) -> Check:
-    """Of the same text."""
+    """Of perplexities of the same text."""
     rise, most = new / old - 1, limits.max_perplexity_rise
     return Check("perplexity, relative rise", old, new, rise, most, rise <= most)
 
 
 def voice_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Limits) -> list[Check]:
-    """From the figures of `parley bench voice`. Raises ParleyError when a side answered nothing."""
+    """Of the figures of `parley bench voice`. Raises ParleyError when a side answered no turn."""
     if not old["v2v_ms"]["n"] or not new["v2v_ms"]["n"]:
         raise ParleyError("no turn was answered: there is nothing to compare")
     compared = (
@@ -184,7 +175,7 @@ def _unanswered(figures: Mapping[str, Any]) -> int:
 
 
 async def answers(client: EngineClient) -> list[str]:
-    """Greedy answers to the requests of the voice benchmark's script."""
+    """Greedy answers to the requests in the script of the voice benchmark."""
     params = SamplingParams(max_tokens=_ANSWER_LEN)
     found = []
     for line in SCRIPT:
@@ -205,7 +196,7 @@ async def run(
     voice_turns: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> GateResult:
-    """Compare; ``voice_turns`` 0: without voice. Raises ModelLoadError, ParleyError."""
+    """Run all checks. ``voice_turns`` 0: without voice. Raises ModelLoadError, ParleyError."""
     store = ModelStore(settings.home)
     sides = (old, new)
     paths = [store.resolve(side.model) for side in sides]
@@ -220,20 +211,25 @@ async def run(
         for config in configs:
             clients.append(await EngineClient.start(config))
         infos = [client.info for client in clients]
-        progress("answers of both")
+        progress("answers of both engines")
         said = [await answers(client) for client in clients]
-        engines = [ParleyEngine(client) for client in clients]
-        rounds = await _speed_rounds(engines, num_rounds, progress)
+        rounds = await run_rounds(
+            [ParleyEngine(client, name) for client, name in zip(clients, _SIDES, strict=True)],
+            [decode, prefill, cached_prefix, streams(4)],
+            num_rounds,
+            seed="gate",
+            on_round=lambda label, figures: progress(label),
+        )
     finally:
         for client in clients:
             await client.close()
     checks = [
-        *speed_checks(rounds[0], rounds[1], limits),
+        *speed_checks(rounds, limits),
         agreement_check(said[0], said[1], limits),
     ]
     if infos[0].content_hash == infos[1].content_hash:
-        # It is a property of the weights: how keys and values are kept shows in the answers alone.
-        progress("the weights are the same, so perplexity is not compared")
+        # Perplexity is measured on the weights alone; other options show in the answers.
+        progress("perplexity is not compared: the weights are the same")
     else:
         progress("perplexity")
         read = text or "\n".join(said[0])
@@ -244,7 +240,7 @@ async def run(
         checks.append(perplexity_check(values[0], values[1], limits))
     if voice_turns:
         figures = []
-        for name, server in zip(("old", "new"), servers, strict=True):
+        for name, server in zip(_SIDES, servers, strict=True):
             progress(f"voice, the {name} engine")
             figures.append(
                 await callers.run_async(
@@ -259,13 +255,14 @@ async def run(
             "weight_format": info.weight_format,
             "options": dict(side.options),
         }
-        for name, info, side in zip(("old", "new"), infos, sides, strict=True)
+        for name, info, side in zip(_SIDES, infos, sides, strict=True)
     }
     return GateResult(facts.as_dict(), models, checks)
 
 
 def server_settings(side: Side) -> dict[str, str]:
-    """The environment of a server with this engine. Raises ConfigError for what it cannot take."""
+    """Environment of a server with this engine. Raises ConfigError for an option that is no
+    setting of a server."""
     found = {"PARLEY_LLM_MODEL": side.model}
     for option, value in side.options.items():
         setting = setting_of(option)
@@ -275,22 +272,6 @@ def server_settings(side: Side) -> dict[str, str]:
             )
         found[f"PARLEY_{setting.upper()}"] = value
     return found
-
-
-async def _speed_rounds(
-    engines: Sequence[MeasuredEngine], num_rounds: int, progress: Callable[[str], None]
-) -> tuple[list[Figures], list[Figures]]:
-    rounds: tuple[list[Figures], list[Figures]] = ([], [])
-    for index in range(-1, num_rounds):  # the first is a warm-up, and not counted
-        figures: list[Figures] = [{}, {}]
-        for workload in (decode, prefill, cached_prefix, streams(4)):
-            for side in (0, 1) if index % 2 else (1, 0):
-                figures[side] |= await workload(engines[side], f"gate {index}")
-        if index >= 0:
-            for side in (0, 1):
-                rounds[side].append(figures[side])
-        progress("warm-up" if index < 0 else f"round {index + 1} of {num_rounds}")
-    return rounds
 
 
 def _perplexity(path: Path, text: str, num_threads: int) -> float:

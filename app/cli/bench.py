@@ -244,11 +244,11 @@ def _table(result: compare.LlmBenchResult) -> Table:
         f"{facts['read_gb_s']} GB/s, load {facts['load_average']} at the start",
     )
     table.add_column("")
-    engines = list(result.rounds)
+    engines = result.rounds.sides
     for name in engines:
         table.add_column(name, justify="right")
-    medians = [result.medians(name) for name in engines]
-    ratios = result.ratios(*engines) if len(engines) == 2 else {}
+    medians = [result.rounds.medians(name) for name in engines]
+    ratios = result.rounds.ratios(*engines) if len(engines) == 2 else {}
     if ratios:
         table.add_column("ratio", justify="right")
     for figure in medians[0]:

@@ -1,1 +1,1 @@
-"""TODO bench/endpointing."""
+"""Data and fits for the end-of-turn detector."""

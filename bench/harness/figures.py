@@ -1,4 +1,4 @@
-"""Figures of a benchmark: percentiles, word errors, CPU time of a process and its children."""
+"""Figures of benchmarks: percentiles, latency by stage, word errors, CPU time of processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 from audio.text.normalize.english import normalize
 
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-# What an answer waited for, of the stages of a trace (``app.observe.trace.STAGES``).
+# Causes of latency, each with its stages of a trace (``app.observe.trace.STAGES``).
 PARTS = {
     "end_of_turn": ("endpoint",),
     "words": ("asr",),
@@ -25,14 +25,14 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer in its trace: its voice-to-voice time, and the parts that add up to it."""
+    """Voice-to-voice latency of one answer, and the stages of its trace, which add up to it."""
 
     v2v_ms: float
     stages_ms: Mapping[str, float]
 
 
 def percentiles(values: Sequence[float], at: Sequence[int] = (50, 95, 99)) -> dict[str, float]:
-    """``{"p50": ..., "n": ...}`` by the nearest rank; of nothing only ``n`` 0."""
+    """``{"p50": ..., "n": ...}`` by the nearest rank; only ``n`` 0 where there are no values."""
     ordered = sorted(values)
     found: dict[str, float] = {
         f"p{p}": round(ordered[_nearest_rank(len(ordered), p)], 1) for p in at if ordered
@@ -45,7 +45,7 @@ def _nearest_rank(count: int, percent: int) -> int:
 
 
 def stage_medians(answers: Sequence[Answer]) -> dict[str, float]:
-    """The median of every stage that an answer tells of."""
+    """Median of every stage over the answers that have it."""
     stages = dict.fromkeys(stage for answer in answers for stage in answer.stages_ms)
     return {
         stage: median(a.stages_ms[stage] for a in answers if stage in a.stages_ms)
@@ -54,16 +54,16 @@ def stage_medians(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def waited_for(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """Of each of ``PARTS`` p50, p95, and ``p95_answer``: how long the answer waited for it whose
-    voice-to-voice time is the 95th percentile. That column adds up to it; those of percentiles do
-    not add up to anything. Empty where no answer has stages.
+    """p50 and p95 of each of ``PARTS``, and ``p95_answer``: its share in the one answer whose
+    voice-to-voice latency is the 95th percentile, so that this column adds up to that latency.
+    Empty where no answer has stages.
     """
-    told = sorted((a for a in answers if a.stages_ms), key=lambda answer: answer.v2v_ms)
-    if not told:
+    known = sorted((a for a in answers if a.stages_ms), key=lambda answer: answer.v2v_ms)
+    if not known:
         return {}
-    slow = told[_nearest_rank(len(told), 95)]
+    slow = known[_nearest_rank(len(known), 95)]
     return {
-        part: percentiles([_part_ms(answer, stages) for answer in told], (50, 95))
+        part: percentiles([_part_ms(answer, stages) for answer in known], (50, 95))
         | {"p95_answer": round(_part_ms(slow, stages), 1)}
         for part, stages in PARTS.items()
     }
@@ -74,9 +74,9 @@ def _part_ms(answer: Answer, stages: Sequence[str]) -> float:
 
 
 def word_errors(reference: str, heard: str) -> tuple[int, int]:
-    """Wrong, missing and surplus words of ``heard``, and the number of words said.
+    """(substituted, missing and inserted words of ``heard``, number of words in ``reference``).
 
-    Numbers are compared as they are spoken, case and punctuation not at all.
+    Numbers are compared as words; case and punctuation are ignored.
     """
     said, got = _words(reference), _words(heard)
     costs = list(range(len(got) + 1))
@@ -93,9 +93,9 @@ def _words(text: str) -> list[str]:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU time of a process and its living descendants; None where /proc does not tell."""
+    """CPU time of a process and its running descendants; None where /proc does not have it."""
     try:
-        # The name in parentheses may hold anything; the fields behind it are numbers.
+        # The name in parentheses may hold any character; the fields after it are numbers.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = [
             int(child)

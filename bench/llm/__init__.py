@@ -1,1 +1,1 @@
-"""TODO bench/llm."""
+"""Benchmarks of the language-model engine."""

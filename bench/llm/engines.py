@@ -1,4 +1,4 @@
-"""What the LLM benchmark drives: an engine by one interface, and ours behind it."""
+"""The interface of an engine that is measured, and our engine with that interface."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from llm_core import (
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One generation as its caller saw it.
-
-    ``ttft_ms`` counts from the call to the first text; ``gaps_ms`` are the times between texts.
-    """
+    """One generation as its client saw it: ``ttft_ms`` from the request to the first text,
+    ``gaps_ms`` between texts."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -39,33 +37,32 @@ class Generated:
 
 
 class MeasuredEngine(Protocol):
-    """An engine that is up, with a model loaded."""
+    """A running engine with a model loaded."""
 
     name: str
-    """What the table calls it."""
 
     async def generate(self, messages: Sequence[ChatMessage], num_tokens: int) -> Generated:
-        """Greedy, exactly ``num_tokens`` tokens whatever they are."""
+        """Generate exactly ``num_tokens`` tokens greedily, past end-of-sequence tokens."""
         ...
 
     async def close(self) -> None:
-        """Ends it."""
+        """Stop the engine."""
         ...
 
 
 class Stopwatch:
-    """Times the texts of one generation; starts when it is made."""
+    """Times of the texts of one generation; starts when it is constructed."""
 
     def __init__(self) -> None:
         self._start = time.monotonic_ns()
         self._texts: list[int] = []
 
     def text(self) -> None:
-        """A text has arrived."""
+        """Note that a text has arrived."""
         self._texts.append(time.monotonic_ns())
 
     def generated(self, prompt_tokens: int, cached_tokens: int, num_tokens: int) -> Generated:
-        """The whole, at its end. Raises ParleyError when no text came."""
+        """The generation at its end. Raises ParleyError when no text came."""
         if not self._texts:
             raise ParleyError("the engine generated no text at all: nothing to measure")
         gaps = zip(self._texts, self._texts[1:], strict=False)
@@ -79,7 +76,7 @@ class Stopwatch:
 
 
 class ParleyEngine:
-    """Ours, in its own process."""
+    """Our engine, in its own process."""
 
     def __init__(self, client: EngineClient, name: str = "parley") -> None:
         self.client = client

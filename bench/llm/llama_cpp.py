@@ -1,7 +1,8 @@
-"""A llama.cpp server for the benchmark: prints its URL as JSON, ends when its input is closed.
+"""Process of a llama.cpp server: prints its URL as JSON, exits when standard input is closed.
 
-A process of its own, because llama.cpp's threads spin and its server lives as long as its process.
-Settings are those that serve it best here: prompt cache on, continuous batching, one slot a stream.
+It has a process of its own because llama.cpp's threads spin and its server lives as long as the
+process. The settings are its fastest ones here: prompt cache, continuous batching, one slot a
+stream.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def main() -> None:
     """Arguments: model file, threads, streams at once, positions a stream."""
     model_path, num_threads, num_streams, max_context = sys.argv[1:]
     try:
-        import xllamacpp  # optional: the extra `bench`
+        import xllamacpp  # of the extra `bench`
     except ImportError:
         print(json.dumps({"error": f"xllamacpp is not installed; {how_to_install('bench')}"}))
         return
@@ -34,7 +35,7 @@ def main() -> None:
     server = xllamacpp.Server(params)
     print(json.dumps({"url": server.listening_address}), flush=True)
     sys.stdin.read()
-    # Its threads do not end by themselves, and there is nothing to save.
+    # Its threads would keep the process alive.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The peer: llama.cpp's own server, in a process of its own. Needs the extra `bench`."""
+"""llama.cpp's own server as a measured engine. Needs the extra `bench`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_TIMEOUT_S = 120.0
 
 
 class LlamaCppEngine:
-    """llama.cpp's own server, started by ``python -m bench.llm.llama_cpp``."""
+    """llama.cpp's server in a process of its own, ``python -m bench.llm.llama_cpp``."""
 
     name = "llama.cpp"
 
@@ -31,7 +31,7 @@ class LlamaCppEngine:
     async def start(
         cls, model_path: Path, *, num_threads: int, num_streams: int, max_context: int
     ) -> LlamaCppEngine:
-        """Raises ParleyError when it cannot be started, xllamacpp not being installed included."""
+        """Start the process. Raises ParleyError when it fails or xllamacpp is not installed."""
         arguments = (str(model_path), str(num_threads), str(num_streams), str(max_context))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bench.llm.llama_cpp", *arguments),
@@ -54,7 +54,7 @@ class LlamaCppEngine:
         if "error" in answer:
             await process.wait()
             raise ParleyError(f"llama.cpp cannot be started: {answer['error']}")
-        # Its server drops connections that rest for a few seconds, without a word.
+        # Its server closes connections that are idle for a few seconds.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         http = httpx.AsyncClient(base_url=answer["url"], timeout=600.0, limits=limits)
         return cls(process, http)
@@ -91,5 +91,5 @@ class LlamaCppEngine:
         """See ``MeasuredEngine``."""
         await self._http.aclose()
         assert self._process.stdin is not None, "asked for a pipe"
-        self._process.stdin.close()  # its sign to end
+        self._process.stdin.close()  # ends the process
         await self._process.wait()

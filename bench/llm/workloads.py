@@ -1,7 +1,7 @@
-"""What the LLM benchmark asks of an engine. Each workload gives named figures of one round.
+"""Workloads of `parley bench llm`. Each one returns named figures of one round.
 
-Prompts are made of common words, so that a word is about one token; each round's are its own, so
-that nothing is cached but what is meant to be.
+Prompts are made of common words, about one token each. They differ in every round, so that only
+what a workload means to find in the prefix cache is there.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+from bench.harness.rounds import Figures
 from bench.llm.engines import Generated, MeasuredEngine
 from llm_core import ChatMessage
 
-Figures = dict[str, float]
 Workload = Callable[[MeasuredEngine, str], Awaitable[Figures]]
 
 _TEXT = (
@@ -40,16 +40,16 @@ PREFILL_LEN = 512
 DECODE_LEN = 128
 STREAM_LEN = 96
 LONG_LEN = 3600  # words; with the template's own about 4,000 tokens of some tokenizers
-_NUM_RUNNING = 4  # streams that a long prompt meets
+_NUM_RUNNING = 4  # streams beside a long prompt
 
 
 def words(seed: str, count: int) -> str:
-    """``count`` words that follow from ``seed``."""
+    """``count`` words, the same for the same ``seed``."""
     return " ".join(random.Random(seed).choices(_WORDS, k=count))
 
 
 def conversation(seed: str, *, system_len: int, user_len: int) -> list[ChatMessage]:
-    """A system message and a question of so many words."""
+    """A system message of ``system_len`` words and a question of ``user_len`` words."""
     return [
         ChatMessage(role="system", content=words(f"{seed} system", system_len)),
         ChatMessage(role="user", content=words(f"{seed} user", user_len) + "?"),
@@ -63,21 +63,21 @@ async def decode(engine: MeasuredEngine, seed: str) -> Figures:
 
 
 async def spoken(engine: MeasuredEngine, seed: str) -> Figures:
-    """One stream that answers what a caller may ask: unlike an answer to random words, a text of
-    which something can be foreseen."""
+    """One stream that answers a question as callers ask it. Drafts are accepted more often in such
+    an answer than in one to random words."""
     messages = [ChatMessage(role="user", content=random.Random(seed).choice(_QUESTIONS))]
     return {"spoken_tok_s": (await engine.generate(messages, DECODE_LEN)).decode_tok_s}
 
 
 async def prefill(engine: MeasuredEngine, seed: str) -> Figures:
-    """One prompt of which nothing is cached; the whole time to the first text is its prefill."""
+    """One prompt without a cached prefix; the time to the first text is its prefill."""
     messages = conversation(seed, system_len=2, user_len=PREFILL_LEN)
     done = await engine.generate(messages, 2)
     return {"prefill_tok_s": (done.prompt_tokens - done.cached_tokens) / (done.ttft_ms / 1e3)}
 
 
 async def cached_prefix(engine: MeasuredEngine, seed: str) -> Figures:
-    """A new question after a system prompt that is cold, then warm."""
+    """A question after a system prompt that is not cached, then another one after the same."""
     system = conversation(seed, system_len=SYSTEM_LEN, user_len=1)[0]
 
     def ask(question: str) -> Awaitable[Generated]:
@@ -93,7 +93,7 @@ async def cached_prefix(engine: MeasuredEngine, seed: str) -> Figures:
 
 
 def streams(count: int) -> Workload:
-    """``count`` callers at once, each with a prompt of its own."""
+    """``count`` streams at once, each with a prompt of its own."""
 
     async def run(engine: MeasuredEngine, seed: str) -> Figures:
         prompts = [conversation(f"{seed} {i}", system_len=20, user_len=20) for i in range(count)]
@@ -115,24 +115,24 @@ def streams(count: int) -> Workload:
 
 
 async def long_prompt(engine: MeasuredEngine, seed: str) -> Figures:
-    """The longest gap in running streams while a long prompt is read."""
+    """The longest gap in running streams during the prefill of a long prompt."""
     running = [
         asyncio.ensure_future(
             engine.generate(conversation(f"{seed} {i}", system_len=20, user_len=20), 4 * STREAM_LEN)
         )
         for i in range(_NUM_RUNNING)
     ]
-    newcomer = await engine.generate(conversation(seed, system_len=2, user_len=LONG_LEN), 2)
+    long = await engine.generate(conversation(seed, system_len=2, user_len=LONG_LEN), 2)
     done = await asyncio.gather(*running)
     gaps = sorted(gap for generated in done for gap in generated.gaps_ms)
     return {
-        "long_prompt_tokens": float(newcomer.prompt_tokens),
-        "long_prompt_ttft_ms": newcomer.ttft_ms,
+        "long_prompt_tokens": float(long.prompt_tokens),
+        "long_prompt_ttft_ms": long.ttft_ms,
         "long_prompt_max_gap_ms": gaps[-1],
         "long_prompt_gap_ratio": gaps[-1] / gaps[len(gaps) // 2],
     }
 
 
 def all_workloads(stream_counts: tuple[int, ...]) -> list[Workload]:
-    """In the order in which a round runs them."""
+    """All workloads, in the order in which a round runs them."""
     return [decode, spoken, prefill, cached_prefix, *map(streams, stream_counts), long_prompt]

@@ -1,1 +1,1 @@
-"""TODO bench/load."""
+"""Load benchmarks: arrivals of real requests, and simulated callers."""

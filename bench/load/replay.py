@@ -27,7 +27,7 @@ from bench.harness.plot import Chart, Line, to_svg
 from bench.llm.workloads import conversation
 from bench.load.open_loop import OpenLoop, Saturation, Serve, Served, Step, Targets, find_saturation
 from bench.load.trace import Arrival, piece, read_arrivals, scaled
-from bench.voice.script import SCRIPT, Kind, Utterance, speak_line
+from bench.voice.script import Utterance, plain_script
 from llm_core import (
     EngineClient,
     FirstToken,
@@ -235,8 +235,7 @@ async def run_voice(
         read_arrivals(options.trace, options.split), options.skip, options.num_requests
     )
     voice = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model))
-    vad = VadModel()
-    script = [speak_line(line, voice, vad) for line in SCRIPT if line.kind is Kind.PLAIN]
+    script = plain_script(voice, VadModel())
     changes = {"PARLEY_MAX_SESSIONS": str(_MAX_CALLS)}
     async with own_server(home=settings.home, settings=changes) as server:
         serve = _voice_serve(server.url, script)

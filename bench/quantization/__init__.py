@@ -1,1 +1,1 @@
-"""TODO bench/quantization."""
+"""Cost of weights, keys and values in fewer bits, in answers and perplexity."""

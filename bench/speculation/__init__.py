@@ -1,1 +1,1 @@
-"""TODO bench/speculation."""
+"""Acceptance and speed of draft tokens."""

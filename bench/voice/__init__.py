@@ -1,1 +1,1 @@
-"""TODO bench/voice."""
+"""Benchmarks of whole spoken turns over real sockets."""

@@ -1,7 +1,7 @@
-"""Callers who talk to a server at speaking pace, and what a recording of both sides shows.
+"""`parley bench voice`: simulated callers who speak in real time, and a recording of both sides.
 
-Latency is the silence in the recording; the server's own account stands beside it, and the
-difference between the two is reported, so that neither has to be believed.
+Latency is measured twice, as silence in the recording and by the traces of the server; the
+difference of the two is reported, too.
 """
 
 from __future__ import annotations
@@ -38,17 +38,14 @@ from bench.voice.script import SCRIPT, Kind, Utterance, speak_line
 
 PROVIDERS = tuple(PEERS)
 _TIMEOUT_S = 20.0
-# Callers do not begin in the same moment.
-_STAGGER_S = 0.7
-# Whoever is spoken over for longer was not heard.
-_STOP_DUE_S = 0.5
-# A pause in a reply that a listener notices.
-_PLAYOUT_GAP_MS = 200.0
+_STAGGER_S = 0.7  # between the starts of two callers
+_STOP_DUE_S = 0.5  # a reply that sounds longer over the caller was not interrupted
+_PLAYOUT_GAP_MS = 200.0  # a pause in a reply that a listener notices
 
 
 @dataclass
 class Tally:
-    """What all callers met, in the order in which it happened."""
+    """Figures of all callers together."""
 
     answers: list[Answer] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
@@ -70,12 +67,12 @@ class Tally:
     wasted_answers: int = 0
     wasted_transcripts: int = 0
 
-    def take(self, said: Utterance, result: TalkResult) -> None:
-        """One utterance and what came of it."""
+    def count(self, said: Utterance, result: TalkResult) -> None:
+        """Count one utterance and the turns that it led to."""
         self.num_turns += said.num_turns
         num_heard = sum(len(turn.heard) for turn in result.turns)
         self.false_cutoffs += max(0, num_heard - said.num_turns)
-        # The caller went on and the server took both for one turn: who had to hear of it?
+        # The caller went on, so the server withdrew an answer and merged both parts of the turn.
         withdrawn = [turn for turn in result.turns if turn.is_withdrawn]
         num_audible = sum(first_audible(turn.pieces) is not None for turn in withdrawn)
         self.repaired_heard += num_audible
@@ -88,7 +85,7 @@ class Tally:
             self.num_words += num_words
         self.failed_replies += sum(turn.status == "failed" for turn in result.turns)
         if said.kind is Kind.BARGE_IN:
-            self._take_barge_in(said, result)
+            self._count_barge_in(said, result)
         for turn, gap in zip(result.turns, result.gaps_ms, strict=True):
             trace = turn.trace or {}
             facts = trace.get("facts") or {}
@@ -97,7 +94,7 @@ class Tally:
             self.wasted_transcripts += facts.get("wasted_transcripts", 0)
             self.playout_gaps += (facts.get("playout_gap_ms") or 0.0) > _PLAYOUT_GAP_MS
             if turn.is_withdrawn:
-                continue  # no turn has ended there
+                continue  # no turn ended there
             own = trace.get("voice_to_voice_ms")
             if own is not None:
                 self.answers.append(Answer(own, trace.get("stages_ms") or {}))
@@ -107,12 +104,12 @@ class Tally:
                 self.difference_ms.append(abs(own - gap))
                 self.signed_ms.append(gap - own)
 
-    def miss(self, said: Utterance) -> None:
-        """One utterance that was not answered."""
+    def count_missed(self, said: Utterance) -> None:
+        """Count one utterance that was not answered."""
         self.num_turns += said.num_turns
         self.missed_turns += said.num_turns
 
-    def _take_barge_in(self, said: Utterance, result: TalkResult) -> None:
+    def _count_barge_in(self, said: Utterance, result: TalkResult) -> None:
         onset = said.audio.voiced.first_after(said.second_from)
         stops = [at for at in result.silenced_at if onset is not None and at >= onset]
         if onset is None:
@@ -125,7 +122,7 @@ class Tally:
             self.idle_barge_ins += 1
 
     def to_dict(self, callers: int, cpu_s: float | None, wall_s: float) -> dict[str, Any]:
-        """The figures for programs; ``wer`` None where nobody knows what was said."""
+        """The figures, for JSON; ``wer`` is None where no words are known."""
         wer = round(self.word_errors / self.num_words, 4) if self.num_words else None
         per_turn = None if cpu_s is None else round(cpu_s / max(1, self.num_turns), 2)
         return {
@@ -137,13 +134,13 @@ class Tally:
             "gap_in_recording_ms": percentiles(self.gap_ms)
             | {
                 "difference": percentiles(self.difference_ms),
-                # The recording's silence minus the trace's: what is on one side of the other.
+                # Silence in the recording minus the latency in the trace.
                 "signed": percentiles(self.signed_ms, (5, 50, 95)),
             },
             "stages_ms": stage_medians(self.answers),
             "barge_in_ms": percentiles(self.barge_in_ms),
             "missed_barge_ins": self.missed_barge_ins,
-            # The answer had not begun yet, or was over: there was nothing to stop.
+            # The answer had not started, or had ended: there was nothing to interrupt.
             "idle_barge_ins": self.idle_barge_ins,
             "false_cutoffs": self.false_cutoffs,
             "repaired_cutoffs": {"heard": self.repaired_heard, "unheard": self.repaired_unheard},
@@ -159,10 +156,8 @@ class Tally:
 
 
 def _talks_over(said: Utterance, result: TalkResult, onset: int) -> bool:
-    """Whether the caller, who speaks from ``onset`` on, hears a reply when it should have stopped.
-
-    A reply that ends by itself before then was not to be stopped any more.
-    """
+    """True if a reply sounds after the time by which the caller, who speaks from sample ``onset``
+    on, should have interrupted it."""
     due = onset + round(_STOP_DUE_S * RATE)
     until = said.audio.voiced.last_before(said.audio.pcm.size) or due
     over = (
@@ -175,13 +170,13 @@ def _talks_over(said: Utterance, result: TalkResult, onset: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class VoiceOptions:
-    """Who calls, what they say, and whom.
+    """Options of one run.
 
-    ``callers`` at once say ``turns`` utterances each: the script, or the recordings of the
-    directory ``speech``. ``provider``: they call by phone, through one of ``PROVIDERS``.
-    Without ``url`` a server is started for it, with the environment ``server``; only then is its
-    CPU time known. ``audiosocket_port``: where the server at ``url`` takes Asterisk's calls.
-    ``record``: a folder, there already, for the recordings, left the caller, right the replies.
+    ``callers`` at once say ``turns`` utterances each, of the script or of the folder of recordings
+    ``speech``. ``provider``: they call by phone, through one of ``PROVIDERS``. Without ``url`` a
+    server is started, with the environment variables ``server``; only then is its CPU time known.
+    ``audiosocket_port``: of the server at ``url``. ``record``: an existing folder for stereo
+    recordings, the caller on the left.
     """
 
     callers: int = 1
@@ -199,14 +194,14 @@ class VoiceOptions:
 def run(
     options: VoiceOptions, on_note: Callable[[str], None] = lambda note: None
 ) -> dict[str, Any]:
-    """The figures. Raises ParleyError."""
+    """Run the benchmark; returns its figures. Raises ParleyError."""
     return asyncio.run(run_async(options, on_note))
 
 
 async def run_async(
     options: VoiceOptions, on_note: Callable[[str], None] = lambda note: None
 ) -> dict[str, Any]:
-    """``run`` on a loop that runs."""
+    """``run`` inside an event loop."""
     line = None
     if options.provider == "audiosocket":
         line = AudioSocketPort.of(options.url, options.audiosocket_port)
@@ -214,11 +209,11 @@ async def run_async(
     if options.speech is not None:
         on_note("reading the recordings")
         recordings = Recordings(options.speech, VadModel())
-        lines = recordings.deal(options.callers, options.turns)
+        lines = recordings.distribute(options.callers, options.turns)
         for why in recordings.left_out.values():
             on_note(f"left out: {why}")
     else:
-        on_note("speaking the script")
+        on_note("synthesising the script")
         lines = _script_lines(options)
     tally = Tally()
     async with AsyncExitStack() as stack:
@@ -235,14 +230,14 @@ async def run_async(
     cpu_s = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
     figures = tally.to_dict(options.callers, cpu_s, wall_s)
     if recordings is not None:
-        for name in ("barge_in_ms", "missed_barge_ins"):  # nobody interrupts
+        for name in ("barge_in_ms", "missed_barge_ins"):  # recordings do not interrupt
             del figures[name]
         figures["recordings"] = recordings.to_dict()
     return figures
 
 
 def _script_lines(options: VoiceOptions) -> list[list[Utterance]]:
-    """What each caller says of the script; not all say the same at the same time."""
+    """The script for each caller, started at different lines."""
     settings = load_settings(home=options.home)
     voice, vad = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model)), VadModel()
     script = [speak_line(line, voice, vad) for line in SCRIPT[: options.turns]]
@@ -253,7 +248,7 @@ def _script_lines(options: VoiceOptions) -> list[list[Utterance]]:
 
 
 async def _call_all(callers: Sequence[_Caller], url: str) -> None:
-    """Raises the first ParleyError that one of them meets; the others hang up then."""
+    """Run all calls. Raises the first ParleyError of a caller; the others then hang up."""
     try:
         async with asyncio.TaskGroup() as calls:
             for caller in callers:
@@ -298,10 +293,10 @@ class _Caller:
         try:
             result = await client.speak(said.audio, timeout_s=_TIMEOUT_S)
         except (NoSpeechError, NoReplyError) as error:
-            self.tally.miss(said)
+            self.tally.count_missed(said)
             self.on_note(f"{name}: {error}")
             return
-        self.tally.take(said, result)
+        self.tally.count(said, result)
         if self.options.record is not None:
             file = f"caller{self.number + 1}_{index + 1:02d}.wav"
             result.recording.write(self.options.record / file)
@@ -314,7 +309,7 @@ class _Caller:
 
 
 def wait_note(turn: LoggedTurn, gap_ms: float | None) -> str:
-    """How long the caller waited for an answer."""
+    """The wait for an answer, as text."""
     if turn.is_withdrawn:
-        return "answered too early and taken back"
+        return "answered too early and withdrawn"
     return "no sound" if gap_ms is None else f"{gap_ms:.0f} ms"

@@ -1,84 +1,60 @@
-"""Two servers, one caller: the same question to one and then to the other, again and again.
+"""Latency of two servers, or of two source trees, to the same questions in interleaved rounds.
 
-    python -m bench.voice.compare_servers BEFORE AFTER [ROUNDS]
+    python -m bench.voice.compare_servers BEFORE AFTER [--rounds 3] [--json OUT]
 
-BEFORE and AFTER are source trees with settings behind them: ``../main`` or
-``.,PARLEY_LLM_THREADS=2``. On a machine that others use, only what is measured in turn can be
-compared: medians of both, and the median of the ratios of neighbours.
+BEFORE and AFTER are source trees with optional settings: ``../main`` or
+``.,PARLEY_LLM_THREADS=2``. Each question of the script is asked to both servers, one right after
+the other.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
-from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from app.clients.server_process import own_server
 from app.clients.talk import NoReplyError, NoSpeechError, TalkClient, open_talk
-from app.config import load_settings
-from app.models.store import ModelStore
-from audio.tts.synthesizer import Synthesizer
-from audio.vad import VadModel
-from bench.voice.script import SCRIPT, Kind, Utterance, speak_line
+from bench.harness.results import Result, add_json_option, report
+from bench.harness.rounds import Figures, Rounds, rotated
+from bench.harness.speech import installed_voice
+from bench.voice.script import Utterance, plain_script
 
-_ROUNDS = 3
 _TIMEOUT_S = 30.0
-_LEAST_MS = 1.0  # of what is less, ratios say nothing
-
-Asked = tuple[dict[str, float], dict[str, float]]
-"""Milliseconds by name of one question to BEFORE and to AFTER; empty where there was no answer."""
+_LEAST_MS = 1.0  # the ratio to a smaller figure says nothing
+_SIDES = ("before", "after")
 
 
-def main() -> None:
-    """Measure and print."""
-    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else _ROUNDS
-    variants = []
-    for variant in sys.argv[1:3]:
-        tree, *pairs = variant.split(",")
-        settings = dict(pair.split("=", 1) for pair in pairs)
-        variants.append({"PYTHONPATH": str(Path(tree).resolve())} | settings)
-    asyncio.run(_compare(variants, rounds))
-
-
-async def _compare(variants: list[dict[str, str]], rounds: int) -> None:
-    settings = load_settings()
-    voice, vad = Synthesizer(ModelStore(settings.home).resolve(settings.tts_model)), VadModel()
-    script = [speak_line(line, voice, vad) for line in SCRIPT if line.kind is Kind.PLAIN]
-    asked: list[Asked] = []
+async def compare(variants: list[str], num_rounds: int) -> Rounds:
+    """One round for each question; figures in ms, none where there was no single answer."""
+    script = plain_script(*installed_voice())
+    rounds = Rounds()
     async with AsyncExitStack() as stack:
-        urls = []
-        for env in variants:
-            server = await stack.enter_async_context(own_server(home=None, settings=env))
-            urls.append(server.url)
-        for number in range(rounds):
+        urls = {}
+        for name, variant in zip(_SIDES, variants, strict=True):
+            settings = environment(variant)
+            server = await stack.enter_async_context(own_server(home=None, settings=settings))
+            urls[name] = server.url
+        for number in range(num_rounds):
             for said in script:
-                found: list[dict[str, float]] = [{}, {}]
-                # Who comes first takes turns: a burst of others' work hits both alike.
-                for at in (0, 1) if number % 2 else (1, 0):
-                    async with open_talk(urls[at]) as client:
-                        found[at] = await _ask(client, said)
-                asked.append((found[0], found[1]))
-    print("\n".join(table(asked)))
+                found: dict[str, Figures] = {name: {} for name in _SIDES}
+                for name in rotated(_SIDES, number):
+                    async with open_talk(urls[name]) as client:
+                        found[name] = await _ask(client, said)
+                rounds.add(found)
+    return rounds
 
 
-def table(asked: Sequence[Asked]) -> Iterator[str]:
-    """A line for each figure, of those questions that both answered with it."""
-    for name in dict.fromkeys(name for pair in asked for found in pair for name in found):
-        pairs = [(a[name], b[name]) for a, b in asked if name in a and name in b]
-        if not pairs:
-            yield f"{name:12} never measured of both"
-            continue
-        before, after = (median(values) for values in zip(*pairs, strict=True))
-        ratios = [b / a for a, b in pairs if a > _LEAST_MS]
-        ratio = f"{median(ratios):.2f}" if ratios else "-"
-        yield f"{name:12} {before:7.0f} {after:7.0f} ms   ratio {ratio}   n {len(pairs)}"
+def environment(variant: str) -> dict[str, str]:
+    """Environment variables of ``TREE,NAME=VALUE,...``."""
+    tree, *pairs = variant.split(",")
+    settings = dict(pair.split("=", 1) for pair in pairs)
+    return {"PYTHONPATH": str(Path(tree).resolve())} | settings
 
 
-async def _ask(client: TalkClient, said: Utterance) -> dict[str, float]:
+async def _ask(client: TalkClient, said: Utterance) -> Figures:
     try:
         result = await client.speak(said.audio, timeout_s=_TIMEOUT_S)
     except (NoSpeechError, NoReplyError) as error:
@@ -90,6 +66,41 @@ async def _ask(client: TalkClient, said: Utterance) -> dict[str, float]:
     found = {"v2v": trace.get("voice_to_voice_ms"), "recording": result.gaps_ms[0]}
     found |= trace.get("stages_ms") or {}
     return {name: float(ms) for name, ms in found.items() if ms is not None}
+
+
+def table(rounds: Rounds) -> Result:
+    """A row for each figure: the medians of the questions that both sides answered with it."""
+    result = Result(("figure", "before, ms", "after, ms", "ratio", "n"))
+    pairs = rounds.pairs(*_SIDES)
+    common = Rounds()
+    for before, after in pairs:
+        both = before.keys() & after.keys()
+        common.add(
+            {
+                "before": {name: ms for name, ms in before.items() if name in both},
+                "after": {name: ms for name, ms in after.items() if name in both},
+            }
+        )
+    medians = {side: common.medians(side) for side in _SIDES}
+    ratios = common.ratios("after", "before", _LEAST_MS)
+    for name in dict.fromkeys(name for pair in pairs for figures in pair for name in figures):
+        if name not in medians["before"]:
+            result.add(name, None, None, None, 0)
+            continue
+        count = sum(name in figures for figures in common.figures["before"])
+        before, after = (round(medians[side][name], 1) for side in _SIDES)
+        ratio = round(ratios[name], 2) if name in ratios else None
+        result.add(name, before, after, ratio, count)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("variants", nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--rounds", type=int, default=3)
+    add_json_option(parser)
+    options = parser.parse_args()
+    report(table(asyncio.run(compare(options.variants, options.rounds))), options)
 
 
 if __name__ == "__main__":

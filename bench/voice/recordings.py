@@ -1,4 +1,4 @@
-"""What the callers of the voice benchmark say, when they say recordings: a directory of them."""
+"""A folder of recordings in place of the script of the voice benchmark."""
 
 from __future__ import annotations
 
@@ -14,47 +14,46 @@ from audio.vad import VadModel
 from bench.voice.script import Kind, Utterance
 
 SUFFIXES = (".wav", ".flac", ".ogg")
-# One turn: whoever talks longer than this holds a speech.
-MAX_S = 30.0
+MAX_S = 30.0  # a longer recording is no single turn
 _EXPECTED = (
     f"expected {', '.join(SUFFIXES)} files of a caller's voice, one turn each, up to {MAX_S:g} s"
 )
-_NUM_TOLD = 5
+_NUM_SHOWN = 5
 
 
 @dataclass
 class Recordings:
-    """A directory. ``left_out``: why a file cannot be said, by its name; told once it is wanted."""
+    """A folder of recordings, read when needed. ``left_out``: why a file is unusable, by name."""
 
     folder: Path
     vad: VadModel
     left_out: dict[str, str] = field(default_factory=dict)
     _read: dict[Path, Utterance] = field(default_factory=dict)
 
-    def deal(self, callers: int, turns: int) -> list[list[Utterance]]:
+    def distribute(self, callers: int, turns: int) -> list[list[Utterance]]:
         """``turns`` recordings for each caller, the same on every run.
 
-        They are dealt like cards: all are said before one is said again, and then in another order.
-        So callers begin with different ones, and what is not said is not read. Raises ParleyError
-        when the directory cannot be read or nothing in it can be said.
+        Every recording is used once before any is used again, then in another order. Callers start
+        with different ones, and unused files are not read. Raises ParleyError when the folder
+        cannot be read or has no usable recording.
         """
-        cards = self._cards()
-        return [list(itertools.islice(cards, turns)) for _ in range(callers)]
+        recordings = self._in_order()
+        return [list(itertools.islice(recordings, turns)) for _ in range(callers)]
 
     def to_dict(self) -> dict[str, object]:
-        """What was said of it, for programs."""
+        """Counts for JSON."""
         num_known = sum(said.text is not None for said in self._read.values())
         return {"said": len(self._read), "transcripts": num_known, "left_out": self.left_out}
 
-    def _cards(self) -> Iterator[Utterance]:
+    def _in_order(self) -> Iterator[Utterance]:
         paths = self._paths()
         for seed in itertools.count():
-            random.Random(seed).shuffle(pack := [*paths])
-            for path in pack:
+            random.Random(seed).shuffle(order := [*paths])
+            for path in order:
                 if path.name not in self.left_out and (said := self._utterance(path)) is not None:
                     yield said
             if not self._read:
-                raise ParleyError(self._nothing(paths))
+                raise ParleyError(self._no_recording(paths))
 
     def _paths(self) -> list[Path]:
         try:
@@ -75,18 +74,18 @@ class Recordings:
                 self.left_out[path.name] = error.message
         return self._read.get(path)
 
-    def _nothing(self, paths: list[Path]) -> str:
-        told = [f"  {self.left_out[path.name]}" for path in paths[:_NUM_TOLD]]
-        if len(paths) > _NUM_TOLD:
-            told.append(f"  and {len(paths) - _NUM_TOLD} more")
-        reasons = "\n".join(told)
+    def _no_recording(self, paths: list[Path]) -> str:
+        shown = [f"  {self.left_out[path.name]}" for path in paths[:_NUM_SHOWN]]
+        if len(paths) > _NUM_SHOWN:
+            shown.append(f"  and {len(paths) - _NUM_SHOWN} more")
+        reasons = "\n".join(shown)
         return f"no recording in {self.folder} can be said: {_EXPECTED}\n{reasons}"
 
 
 def read_recording(path: Path, vad: VadModel) -> Utterance:
-    """A recording, and what is said in it where a file NAME.txt beside it tells.
+    """A recording, with its words where a file NAME.txt beside it has them.
 
-    Raises ParleyError when either cannot be read, the recording is too long, or holds no voice.
+    Raises ParleyError when either cannot be read, or the recording is too long or has no voice.
     """
     audio = load_caller_audio(path, vad, max_s=MAX_S)
     if not audio.voiced.found:

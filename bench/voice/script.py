@@ -1,4 +1,4 @@
-"""What the callers of the voice benchmark say, spoken by the installed voice."""
+"""The script of the voice benchmark, spoken by the installed voice."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _ROOM_LEVEL = 10 ** (-65 / 20)
 
 
 class Kind(Enum):
-    """How an utterance is said."""
+    """Shape of an utterance."""
 
     PLAIN = "plain"
     PAUSE = "pause"
-    """With a pause in mid-sentence: one turn, to be answered once."""
+    """A pause in mid-sentence: one turn, with one answer."""
     BARGE_IN = "barge_in"
-    """A question, and a second one while the answer to the first sounds."""
+    """A question, and a second one that interrupts the answer to the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the script. ``before``: what is said before the pause or the interruption."""
+    """A line of the script. ``before``: the text before the pause or the interruption."""
 
     kind: Kind
     text: str
@@ -64,10 +64,10 @@ SCRIPT = (
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """What a caller says in one go.
+    """The audio that a caller sends without waiting for an answer in between.
 
-    ``text``: all of it; None where nobody has written it down. ``second_from``: where the second
-    part of an interruption or a pause begins, in samples of the audio.
+    ``text``: its words, None where they are unknown. ``second_from``: the sample at which the part
+    after the pause or the interruption begins.
     """
 
     kind: Kind
@@ -77,15 +77,15 @@ class Utterance:
 
     @property
     def num_turns(self) -> int:
-        """How many turns of the caller it is."""
+        """Turns of the caller in it."""
         return 2 if self.kind is Kind.BARGE_IN else 1
 
 
 def speak_line(line: Line, voice: Synthesizer, vad: VadModel) -> Utterance:
-    """``line`` as a caller's recording. Raises AudioError."""
+    """The recording of a caller who says ``line``. Raises AudioError."""
     rng = np.random.default_rng(len(line.text))
     if line.kind is Kind.PAUSE:
-        # One sentence, opened at its quietest place near the pause: the melody does not end there.
+        # One sentence, cut at its quietest place near the pause, so that its intonation goes on.
         whole = _spoken(f"{line.before} {line.text}", voice)
         near = _spoken(line.before, voice).size / max(
             1, _spoken(line.before, voice).size + _spoken(line.text, voice).size
@@ -106,8 +106,13 @@ def speak_line(line: Line, voice: Synthesizer, vad: VadModel) -> Utterance:
     return Utterance(line.kind, f"{line.before} {line.text}".strip(), audio, second_from)
 
 
+def plain_script(voice: Synthesizer, vad: VadModel) -> list[Utterance]:
+    """The questions of the script without pauses and interruptions."""
+    return [speak_line(line, voice, vad) for line in SCRIPT if line.kind is Kind.PLAIN]
+
+
 def speech_at(spoken: Samples, voice: Synthesizer, rate: int) -> Samples:
-    """What ``voice`` said, float32 [n], at ``rate``."""
+    """Output of ``voice``, float32 [n], resampled to ``rate``."""
     return resample(spoken, voice.sample_rate, rate)
 
 
@@ -116,7 +121,7 @@ def _spoken(text: str, voice: Synthesizer) -> Samples:
 
 
 def _quietest(samples: Samples, near: float) -> int:
-    """The middle of the quietest 30 ms within 0.2 s of the share ``near`` of ``samples``."""
+    """Middle of the quietest 30 ms within 0.2 s of the fraction ``near`` of ``samples``."""
     window, reach = RATE * 30 // 1000, RATE // 5
     middle = int(samples.size * near)
     starts = range(max(0, middle - reach), min(samples.size - window, middle + reach), RATE // 200)

@@ -1,15 +1,15 @@
-"""What tracing costs a turn: on the critical path, on the event loop, and in the writer's thread.
+"""CPU time of tracing in a turn: on the critical path, on the event loop, in the writer's thread.
 
     python -m bench.voice.tracing_cost [TURNS]
 
-The critical path is all that is noted before the caller hears the first sound. The rest runs when
-the turn has ended: making the record on the event loop, and storing it, counting it and making its
-spans in a thread. CPU time, so that other work on the machine does not count.
+The critical path is everything recorded before the first sound of the answer. The rest runs after
+the end of the turn: the record is made on the event loop; a thread stores it, updates metrics and
+makes spans. Figures are CPU time, so other load on the machine does not count.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from app.observe.store import TraceStore
 from app.observe.trace import PATH_INSTANTS, TurnTrace
 from app.observe.writer import TraceWriter, TurnSink
 from audio.text.clauses import ClauseChunker
+from bench.harness.results import Result, add_json_option, report
 
 SETTINGS, CONFIG = Settings(), SessionConfig("")
 REPLY = ["The ", "weather ", "is ", "usually ", "mild, ", "and ", "it ", "rains ", "a ", "little. "]
@@ -43,12 +44,12 @@ class Cost:
     thread_ms: float
 
     def core_share(self, turns_per_s: float) -> float:
-        """Share of one core at so many turns a second."""
+        """Share of one core at ``turns_per_s`` turns a second."""
         return (self.critical_ms + self.loop_ms + self.thread_ms) * turns_per_s / 1000
 
 
 def notes_until_first_sound(number: int) -> TurnTrace:
-    """What a turn notes while the caller waits: its instants, the engine's facts, its budget."""
+    """A trace with everything recorded while the caller waits: instants, facts, budget."""
     trace = TurnTrace(f"turn_{number:020}", "sess_1", f"resp_{number}", spoken=True)
     budget = TurnBudget.of(SETTINGS, CONFIG, trace)
     now_ns = time.monotonic_ns()
@@ -72,7 +73,7 @@ def notes_until_first_sound(number: int) -> TurnTrace:
 
 
 def chunker_alone() -> None:
-    """The part of the above that is done without tracing too."""
+    """The part of the above that runs without tracing, too."""
     chunker = ClauseChunker()
     for word in REPLY[:5]:
         chunker.feed(word)
@@ -85,7 +86,7 @@ def cpu_ms(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def measure(num_turns: int, sinks: list[TurnSink], folder: Path) -> Cost:
-    """Run ``num_turns`` turns' worth of tracing."""
+    """Cost a turn, over the traces of ``num_turns`` turns."""
     store = TraceStore(folder / "traces.db", Retention())
     writer = TraceWriter(store, sinks=sinks)
     writer.start()
@@ -117,21 +118,26 @@ def measure(num_turns: int, sinks: list[TurnSink], folder: Path) -> Cost:
 
 
 def main() -> None:
-    num_turns = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    spans = TurnSpans(SETTINGS, SimpleSpanProcessor(InMemorySpanExporter()))
-    for name, sinks in (
-        ("store", []),
-        ("store, metrics", [Metrics().observe]),
-        ("store, metrics, spans (not sent)", [Metrics().observe, spans]),
-    ):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("turns", type=int, nargs="?", default=2000)
+    add_json_option(parser)
+    options = parser.parse_args()
+    spans: TurnSink = TurnSpans(SETTINGS, SimpleSpanProcessor(InMemorySpanExporter()))
+    metrics: TurnSink = Metrics().observe
+    variants: dict[str, list[TurnSink]] = {
+        "store": [],
+        "store, metrics": [metrics],
+        "store, metrics, spans (not sent)": [metrics, spans],
+    }
+    result = Result(("sinks", "before the first sound, us", "loop, us", "thread, us"))
+    for name, sinks in variants.items():
         with tempfile.TemporaryDirectory() as folder:
-            cost = measure(num_turns, list(sinks), Path(folder))
-        print(
-            f"{name}: {cost.critical_ms * 1000:.0f} us before the first sound, "
-            f"{cost.loop_ms * 1000:.0f} us on the loop after the turn, "
-            f"{cost.thread_ms * 1000:.0f} us in the thread; "
-            f"{cost.core_share(3.2):.2%} of a core with 16 callers who ask every 5 s"
-        )
+            cost = measure(options.turns, sinks, Path(folder))
+        times = (cost.critical_ms, cost.loop_ms, cost.thread_ms)
+        result.add(name, *(round(ms * 1000, 1) for ms in times))
+    share = cost.core_share(3.2)
+    result.notes = f"{share:.2%} of a core with 16 callers who ask every 5 s, all sinks together."
+    report(result, options)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Hundreds of turns over real sockets: do traces add up, and do they say what a recording shows?
+"""Consistency of traces: do stages add up, and do they agree with recordings of the caller?
 
-``python -m bench.voice.turn_accounting ../shared/data/speech --turns 200 --callers 16``
+    python -m bench.voice.turn_accounting ../shared/data/speech [--turns 200] [--callers 16]
 
-A server in a process of its own, with its real sessions, voice detection, transport and traces;
-recogniser, model and voice are stand-ins that take random times, for what they do is not in
-question here and sixteen callers of the real ones are more than two cores hold. Callers speak
-recordings at the pace of a mouth; the two sides share nothing but the socket, and each finds the
-end of the voice by itself. Some answers fail, some hang, some callers hang up in the middle.
+A server process with its real sessions, voice detection, transport and traces; recogniser, engine
+and voice are fakes with random delays, because sixteen real ones are more than two cores can run.
+Callers speak recordings in real time. Both sides find the end of the voice independently and share
+only the socket. Some answers fail, some hang, some callers hang up in the middle. The exit status
+is 1 if a record is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import sys
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -38,6 +38,7 @@ from app.server.lifecycle import create_app, listening
 from audio.asr.recognizer import Transcript
 from audio.frame import Samples
 from audio.vad import VadModel
+from bench.harness.results import Result, add_json_option, report
 from llm_core import ChatMessage, EngineDiedError, GenerationEvent, SamplingParams
 from tests.support.fakes import PacedEngine, ScriptedRecognizer, ToneSynthesizer, fake_services
 
@@ -48,7 +49,7 @@ FAILS, HANGS, HANGS_UP = 0.03, 0.01, 0.06
 
 
 class Recogniser(ScriptedRecognizer):
-    """Hears a question in everything, after a while."""
+    """Returns the same question after a random delay."""
 
     def transcribe(self, samples: Samples, **options: Any) -> Transcript:
         time.sleep(random.choice((0.02, 0.1, 0.3)))
@@ -57,7 +58,7 @@ class Recogniser(ScriptedRecognizer):
 
 
 class Voice(ToneSynthesizer):
-    """Takes a while."""
+    """Adds a random delay."""
 
     def synthesize(self, text: str, *, speed: float = 1.0) -> Samples:
         time.sleep(random.choice((0.02, 0.1)))
@@ -65,7 +66,7 @@ class Voice(ToneSynthesizer):
 
 
 class Model(PacedEngine):
-    """Answers, mostly."""
+    """Answers after random delays; sometimes fails or hangs."""
 
     async def generate(
         self, messages: Sequence[ChatMessage], params: SamplingParams, **options: Any
@@ -81,7 +82,7 @@ class Model(PacedEngine):
 
 
 async def serve() -> None:
-    """Prints the address, and serves until stdin ends."""
+    """Print the URL, and serve until standard input is closed."""
     workers = ThreadPoolExecutor(32)
     model = Model(MonotonicClock(), REPLY)  # type: ignore[arg-type]
     services = fake_services(
@@ -93,7 +94,7 @@ async def serve() -> None:
         max_sessions=64,
         max_sessions_per_minute=10_000,
         turn_timeout_s=4,
-        # Where a caller goes on in the middle of a turn, recording and trace mean other silences.
+        # With semantic detection the silence in a recording may lie inside a turn.
         turn_detection="server_vad",
     )
     object.__setattr__(services, "vad", VadModel())
@@ -111,10 +112,10 @@ async def serve() -> None:
 
 @dataclass
 class Found:
-    """What the callers heard: differences of recording and trace, milliseconds."""
+    """Differences between recordings and traces, in milliseconds."""
 
     differences_ms: dict[str, list[float]] = field(default_factory=dict)  # by recording
-    beyond: list[dict[str, Any]] = field(default_factory=list)  # with how late both loops were
+    beyond: list[dict[str, Any]] = field(default_factory=list)  # above LIMIT_MS, with loop lag
     num_hung_up: int = 0
     problems: Counter[str] = field(default_factory=Counter)
 
@@ -122,7 +123,7 @@ class Found:
 async def caller(
     url: str, said: list[CallerAudio], rng: random.Random, found: Found, lag: LoopLag
 ) -> None:
-    """Calls again and again, with a few utterances a call, until cancelled."""
+    """Make calls of a few utterances each until cancelled."""
     while True:
         try:
             async with open_talk(url) as client:
@@ -145,9 +146,9 @@ async def caller(
                         if abs(off_ms) > LIMIT_MS:
                             case = {
                                 "recording": audio.path.stem,
-                                "off_ms": off_ms,
-                                "callers_loop_late_ms": lag.percentile_ms(100, begun_ns),
-                                "servers_loop_late_ms": trace["facts"].get("loop_lag_max_ms"),
+                                "difference_ms": round(off_ms),
+                                "client_loop_lag_ms": lag.percentile_ms(100, begun_ns),
+                                "server_loop_lag_ms": trace["facts"].get("loop_lag_max_ms"),
                                 "turns_in_recording": len(result.turns),
                             }
                             found.beyond.append(case)
@@ -157,35 +158,35 @@ async def caller(
             found.problems[error.code] += 1
 
 
-def faults(turn: dict[str, Any]) -> list[str]:
-    """What is wrong with a record."""
+def defects(turn: dict[str, Any]) -> list[str]:
+    """Defects of one trace."""
     wrong = []
     instants, stages = turn["instants_ms"], turn["stages_ms"]
     known = [name in instants for name in PATH_INSTANTS]
     if known != sorted(known, reverse=True):
         wrong.append("an instant is missing")
     if "ended" not in instants or "speech_end" not in instants:
-        wrong.append("no beginning or no end")
+        wrong.append("no start or no end")
     if any(ms < 0 for ms in (*instants.values(), *stages.values())):
         wrong.append("negative")
     if turn["outcome"] in ("answered", "incomplete") and not all(known):
         wrong.append("answered without all instants")
     whole_ms = turn["voice_to_voice_ms"]
-    # Both are sums of whole microseconds.
+    # Both are sums of integer microseconds.
     if whole_ms is not None and round(sum(stages.values()) * 1000) != round(whole_ms * 1000):
-        wrong.append("parts do not add up")
+        wrong.append("stages do not add up")
     return wrong
 
 
 def recordings(folder: Path) -> list[CallerAudio]:
-    """The short ones."""
+    """The short recordings of ``folder``."""
     vad = VadModel()
     said = [load_caller_audio(path, vad) for path in sorted(folder.glob("*.flac"))]
     return [audio for audio in said if audio.duration_s <= MAX_SPEECH_S]
 
 
-async def measure(said: list[CallerAudio], num_turns: int, num_callers: int) -> dict[str, Any]:
-    """Calls until so many turns have left a record."""
+async def measure(said: list[CallerAudio], num_turns: int, num_callers: int) -> Result:
+    """Run callers until there are traces of ``num_turns`` turns."""
     server = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.voice.turn_accounting", "--serve"),
         stdin=asyncio.subprocess.PIPE,
@@ -215,49 +216,55 @@ async def measure(said: list[CallerAudio], num_turns: int, num_callers: int) -> 
     await asyncio.gather(*callers, return_exceptions=True)
     server.stdin.close()
     await server.wait()
+    return summary(turns, found, took_s)
+
+
+def summary(turns: list[dict[str, Any]], found: Found, took_s: float) -> Result:
+    """Counts of records and of differences; single cases are details of the result."""
     differences_ms = [ms for several in found.differences_ms.values() for ms in several]
     off = np.abs(differences_ms)
-    wrong = Counter(fault for turn in turns for fault in faults(turn))
-    return {
-        "turns": len(turns),
-        "took_s": round(took_s, 1),
-        "callers": num_callers,
-        "outcomes": dict(Counter(turn["outcome"] for turn in turns)),
-        "faulty_records": dict(wrong),
-        "compared_with_recording": len(off),
-        "within_20_ms": int((off <= LIMIT_MS).sum()),
-        "off_ms": {
-            "median": round(statistics.median(differences_ms), 1),
-            "p95_abs": round(float(np.percentile(off, 95)), 1),
-            "max_abs": round(float(off.max()), 1),
+    wrong = Counter(defect for turn in turns for defect in defects(turn))
+    result = Result(
+        ("measure", "value"),
+        details={
+            "defects": dict(wrong),
+            "outcomes": dict(Counter(turn["outcome"] for turn in turns)),
+            "client_errors": dict(found.problems),
+            "median_difference_ms": {
+                name: round(median(several), 1)
+                for name, several in sorted(found.differences_ms.items())
+            },
+            "beyond_the_limit": found.beyond,
         },
-        "median_off_ms": {
-            name: round(statistics.median(several), 1)
-            for name, several in sorted(found.differences_ms.items())
-        },
-        "beyond_20_ms": [
-            {name: round(v) if isinstance(v, float) else v for name, v in case.items()}
-            for case in found.beyond
-        ],
-        "hung_up": found.num_hung_up,
-        "client_errors": dict(found.problems),
-    }
+    )
+    result.add("turns", len(turns))
+    result.add("seconds", round(took_s, 1))
+    result.add("records with a defect", sum(bool(defects(turn)) for turn in turns))
+    result.add("calls that the caller ended early", found.num_hung_up)
+    result.add("turns compared with a recording", len(off))
+    result.add(f"of them within {LIMIT_MS:g} ms", int((off <= LIMIT_MS).sum()))
+    result.add("median difference, ms", round(median(differences_ms), 1))
+    result.add("95th percentile of the absolute difference, ms", round(np.percentile(off, 95), 1))
+    result.add("largest absolute difference, ms", round(float(off.max()), 1))
+    return result
 
 
 def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("../shared/data/speech"))
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--callers", type=int, default=16)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    add_json_option(parser)
     options = parser.parse_args()
     if options.serve:
         asyncio.run(serve())
         return
-    found = asyncio.run(measure(recordings(options.folder), options.turns, options.callers))
-    print(json.dumps(found, indent=1))
-    sys.exit(bool(found["faulty_records"]))
+    said = recordings(options.folder)
+    result = asyncio.run(measure(said, options.turns, options.callers))
+    report(result, options)
+    print(json.dumps(result.details, indent=1))
+    sys.exit(bool(result.details["defects"]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""A call through a TURN server, and no other way: coturn on the loopback (apt install coturn).
+"""Connection time of a call through a TURN server, coturn on loopback (apt install coturn).
 
     python -m bench.voice.turn_relay
 
-Of our answer the client gets to see only the relayed address. Prints how long a call took to
-connect and whether events and audio passed; fails when they did not.
+The client sees only the relayed address of our SDP answer. Fails when events or audio do not pass.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def turn_server(folder: Path) -> AsyncIterator[str]:
-    """A running coturn; its URI."""
+    """Run coturn; yields its URI."""
     if (program := shutil.which("turnserver")) is None:
         sys.exit("turnserver is not on this machine: apt install coturn")
     port = free_port()
@@ -49,7 +48,7 @@ async def turn_server(folder: Path) -> AsyncIterator[str]:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await asyncio.sleep(1.0)  # it says nowhere that it is ready
+        await asyncio.sleep(1.0)  # it does not report when it is ready
         assert process.returncode is None, "coturn has ended"
         yield f"turn:127.0.0.1:{port}?transport=udp"
     finally:
@@ -87,7 +86,7 @@ async def main() -> None:
             client.microphone.say(tone(0.8))
             await client.until("output_audio_buffer.stopped")
             await until(lambda: loud_s(client) > 0.4)
-            print(f"a spoken question was answered: {loud_s(client):.2f} s of sound came back")
+            print(f"a spoken question was answered by {loud_s(client):.2f} s of sound")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""WebRTC beside the WebSocket: how fast a call connects, and voice to voice over either line.
+"""Connection time and voice-to-voice latency over WebRTC and over a WebSocket.
 
-    python -m bench.voice.webrtc_calls URL QUESTION.flac [--turns 5]
+    python -m bench.voice.webrtc_calls URL QUESTION.flac [--turns 5] [--json OUT]
 
-A running server, one spoken question asked again and again, alternately over both lines, each in a
-session of its own. Times are the client's: from the last voiced sample sent (as the recording's
-manifest or energy has it) to the first audible sample received.
+One spoken question to a running server, alternately over both transports, each in a session of its
+own. Times are measured by the client, from the last voiced sample sent (by energy) to the first
+audible sample received.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import base64
 import json
-import statistics
 import time
 from pathlib import Path
 
@@ -22,13 +21,15 @@ import soundfile as sf
 from websockets.asyncio.client import connect
 
 from audio.resample import resample
+from bench.harness.figures import percentiles
+from bench.harness.results import Result, add_json_option, report
 from tests.support.rtc_client import Pcm, RtcClient
 
 AUDIBLE = 328  # -40 dB of full scale
 
 
 def question(path: Path, rate: int) -> tuple[Pcm, float]:
-    """Samples at ``rate``, and the second at which the voice ends."""
+    """The recording, int16 at ``rate``, and the time in seconds at which the voice ends."""
     samples, own_rate = sf.read(path, dtype="float32")
     pcm = (resample(samples, own_rate, rate) * 32_767).astype(np.int16)
     loud = np.flatnonzero(np.abs(pcm) > 0.05 * np.abs(pcm).max())
@@ -36,7 +37,7 @@ def question(path: Path, rate: int) -> tuple[Pcm, float]:
 
 
 async def over_webrtc(url: str, path: Path) -> tuple[float, float, float]:
-    """Milliseconds: offer to open channel, offer to first packet of audio, voice to voice."""
+    """Milliseconds: offer to open data channel, offer to first audio packet, voice to voice."""
     pcm, voice_end_s = question(path, 48_000)
     async with RtcClient(url) as client:
         began_s = time.monotonic()
@@ -59,7 +60,7 @@ async def over_webrtc(url: str, path: Path) -> tuple[float, float, float]:
 
 
 async def over_websocket(url: str, path: Path) -> tuple[float, float]:
-    """Milliseconds: to the open session, voice to voice."""
+    """Milliseconds: connect to open session, voice to voice."""
     pcm, voice_end_s = question(path, 24_000)
     began_s = time.monotonic()
     async with connect(url.replace("http", "ws") + "/v1/realtime", max_size=None) as socket:
@@ -91,25 +92,35 @@ async def over_websocket(url: str, path: Path) -> tuple[float, float]:
     raise RuntimeError("the server hung up without an answer")
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+async def measure(url: str, path: Path, num_turns: int) -> Result:
+    """Percentiles of all times."""
+    times: dict[str, list[float]] = {}
+    for _ in range(num_turns):
+        open_ms, audio_ms, call_ms = await over_webrtc(url, path)
+        connect_ms, socket_ms = await over_websocket(url, path)
+        for name, ms in (
+            ("WebRTC: offer to open data channel", open_ms),
+            ("WebRTC: offer to first audio", audio_ms),
+            ("WebRTC: voice to voice", call_ms),
+            ("WebSocket: connect to open session", connect_ms),
+            ("WebSocket: voice to voice", socket_ms),
+        ):
+            times.setdefault(name, []).append(ms)
+    result = Result(("time", "p50, ms", "max, ms"))
+    for name, values in times.items():
+        result.add(name, percentiles(values)["p50"], round(max(values), 1))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url")
     parser.add_argument("question", type=Path)
     parser.add_argument("--turns", type=int, default=5)
-    arguments = parser.parse_args()
-    calls, sockets = [], []
-    for _ in range(arguments.turns):
-        calls.append(await over_webrtc(arguments.url, arguments.question))
-        sockets.append(await over_websocket(arguments.url, arguments.question))
-    for name, values in (
-        ("WebRTC: offer to open data channel", [call[0] for call in calls]),
-        ("WebRTC: offer to first audio", [call[1] for call in calls]),
-        ("WebRTC: voice to voice", [call[2] for call in calls]),
-        ("WebSocket: connect to open session", [socket[0] for socket in sockets]),
-        ("WebSocket: voice to voice", [socket[1] for socket in sockets]),
-    ):
-        print(f"{name:38} p50 {statistics.median(values):6.0f} ms  max {max(values):6.0f} ms")
+    add_json_option(parser)
+    options = parser.parse_args()
+    report(asyncio.run(measure(options.url, options.question, options.turns)), options)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

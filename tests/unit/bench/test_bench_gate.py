@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from app.cli.main import cli
 from app.config import load_settings
 from app.errors import ConfigError, ParleyError
-from bench import gate, machine
+from bench import gate
 from bench.gate import Check, GateResult, Limits, Side
+from bench.harness import machine
+from bench.harness.rounds import Rounds
 from bench.voice.script import SCRIPT
 from llm_core import EngineConfig
 from tests.support.fakes import ScriptedEngine
@@ -35,11 +37,12 @@ def test_speed_is_the_median_of_the_rounds_own_ratios() -> None:
     # The machine was twice as slow in the second round, for both: that is nobody's fault.
     old = [figures(100, 50), figures(50, 100), figures(100, 50)]
     new = [figures(120, 40), figures(60, 80), figures(10, 500)]
-    decode, prefill, ttft, streams = gate.speed_checks(old, new, LIMITS)
+    decode, prefill, ttft, streams = gate.speed_checks(Rounds({"old": old, "new": new}), LIMITS)
     assert decode.value == pytest.approx(1.2) and decode.passed
     assert ttft.value == pytest.approx(1.25) and ttft.passed, "fewer milliseconds are faster"
     assert prefill.value == streams.value == 1.0
-    slow = gate.speed_checks(old, [figures(94, 53)] * 3, Limits(min_speed=0.95))
+    worse = Rounds({"old": [figures(100, 50)] * 3, "new": [figures(94, 53)] * 3})
+    slow = gate.speed_checks(worse, Limits(min_speed=0.95))
     assert [check.passed for check in slow] == [False, True, False, True]
 
 

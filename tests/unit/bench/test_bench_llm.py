@@ -14,6 +14,7 @@ import typer
 from app.cli.bench import _counts
 from app.errors import ParleyError
 from bench.harness import machine
+from bench.harness.rounds import Rounds
 from bench.llm import compare, peer, workloads
 from bench.llm.engines import Generated, Stopwatch
 from llm_core import ChatMessage
@@ -75,12 +76,13 @@ def test_words_follow_from_the_seed() -> None:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
-    result = compare.LlmBenchResult({}, compare.LlmBenchOptions(Path("m"), peer=True), {})
-    result.rounds = {
+    rounds = {
         "parley": [{"x": 10.0, "zero": 1.0}, {"x": 40.0, "zero": 0.0}, {"x": 90.0, "zero": 1.0}],
         "peer": [{"x": 10.0, "zero": 0.0}, {"x": 20.0, "zero": 0.0}, {"x": 30.0, "zero": 0.0}],
     }
-    assert result.ratios("parley", "peer") == {"x": 2.0}
+    options = compare.LlmBenchOptions(Path("m"), peer=True)
+    result = compare.LlmBenchResult({}, options, {}, Rounds(rounds))
+    assert result.rounds.ratios("parley", "peer") == {"x": 2.0}
     assert result.as_dict()["engines"]["parley"]["x"] == 40.0
 
 

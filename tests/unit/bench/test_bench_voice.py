@@ -73,9 +73,9 @@ def turn(**heard: str | None) -> LoggedTurn:
 
 def test_a_turn_answered_once_is_no_cutoff_and_two_items_for_one_line_are() -> None:
     said, tally = utterance(Kind.PAUSE), Tally()
-    tally.take(said, result(said, turn(a="Tell me. Stop.")))
+    tally.count(said, result(said, turn(a="Tell me. Stop.")))
     assert (tally.num_turns, tally.false_cutoffs, tally.missed_turns) == (1, 0, 0)
-    tally.take(said, result(said, turn(a="Tell me.", b="Stop.")))
+    tally.count(said, result(said, turn(a="Tell me.", b="Stop.")))
     assert (tally.num_turns, tally.false_cutoffs) == (2, 1)
     figures = tally.to_dict(1, 9.0, 10.0)
     assert figures["v2v_ms"]["p50"] == 400 and figures["gap_in_recording_ms"]["p50"] == 412
@@ -92,7 +92,7 @@ def test_a_cutoff_that_was_repaired_is_counted_by_who_heard_of_it() -> None:
     loud = np.full(RATE // 10, 3_000, np.int16)
     for pieces in ([], [Played(RATE, loud)]):
         withdrawn.pieces = pieces
-        tally.take(said, replace(result(said, withdrawn, whole), num_rejoined=1))
+        tally.count(said, replace(result(said, withdrawn, whole), num_rejoined=1))
     figures = tally.to_dict(1, None, 10.0)
     assert figures["repaired_cutoffs"] == {"heard": 1, "unheard": 1}
     assert (figures["false_cutoffs"], figures["missed_turns"]) == (0, 0)
@@ -104,9 +104,9 @@ def test_a_barge_in_is_measured_from_the_onset_of_the_voice() -> None:
     onset = said.audio.voiced.first_after(said.second_from)
     assert onset == pytest.approx(3 * RATE, abs=RATE // 20)
     both = turn(a="Tell me."), turn(b="Stop.")
-    tally.take(said, result(said, *both, silenced_at=[onset + RATE // 5]))
+    tally.count(said, result(said, *both, silenced_at=[onset + RATE // 5]))
     assert tally.barge_in_ms == [200.0] and tally.num_turns == 2
-    tally.take(said, result(said, both[0]))
+    tally.count(said, result(said, both[0]))
     assert (tally.missed_barge_ins, tally.idle_barge_ins, tally.missed_turns) == (0, 1, 1)
 
 
@@ -130,7 +130,7 @@ def test_a_barge_in_is_missed_only_where_a_reply_sounds_over_the_caller(
     for start, end in reply_s:
         loud = np.full(round((end - start) * RATE), 3_000, np.int16)
         given.recording.play(loud, round(start * RATE))
-    tally.take(said, given)
+    tally.count(said, given)
     assert (tally.missed_barge_ins, tally.idle_barge_ins) == (is_missed, not is_missed)
     figures = tally.to_dict(1, None, 10.0)
     assert (figures["missed_barge_ins"], figures["idle_barge_ins"]) == (is_missed, not is_missed)
@@ -138,11 +138,11 @@ def test_a_barge_in_is_missed_only_where_a_reply_sounds_over_the_caller(
 
 def test_words_that_nobody_knows_are_not_wrong() -> None:
     said, tally = replace(utterance(Kind.PLAIN), text=None), Tally()
-    tally.take(said, result(said, turn(a="Tell me.")))
+    tally.count(said, result(said, turn(a="Tell me.")))
     assert tally.to_dict(1, None, 1.0)["wer"] is None
     known = utterance(Kind.PLAIN)
-    tally.take(known, result(known, turn(a="Tell me.")))
-    tally.miss(said)
+    tally.count(known, result(known, turn(a="Tell me.")))
+    tally.count_missed(said)
     figures = tally.to_dict(1, None, 1.0)
     assert figures["wer"] == 0.3333 and figures["turns"] == 3 and figures["missed_turns"] == 1
 
@@ -169,7 +169,7 @@ def test_figures_are_shown_with_the_waits_as_a_table() -> None:
     answered = turn(a="Tell me.")
     assert answered.trace is not None
     answered.trace["stages_ms"] = {"endpoint": 345.0, "send": 55.0}
-    tally.take(said, result(said, answered))
+    tally.count(said, result(said, answered))
     figures = tally.to_dict(1, None, 1.0) | {"recordings": {"said": 1, "left_out": {}}}
     shown = io.StringIO()
     _show_voice(figures, Console(file=shown, width=100))
@@ -196,4 +196,4 @@ def test_a_wait_is_told_as_what_it_was() -> None:
     """The silence before an answer that was taken back is none: it began in a pause."""
     assert wait_note(LoggedTurn(), 412.3) == "412 ms"
     assert wait_note(LoggedTurn(), None) == "no sound"
-    assert wait_note(LoggedTurn(is_withdrawn=True), 0.0) == "answered too early and taken back"
+    assert wait_note(LoggedTurn(is_withdrawn=True), 0.0) == "answered too early and withdrawn"

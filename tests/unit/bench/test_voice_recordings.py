@@ -37,13 +37,13 @@ def test_all_are_said_before_one_is_said_again_and_the_same_on_every_run(tmp_pat
     for name in files:
         record(tmp_path / name)
     (tmp_path / "notes.md").write_text("no recording")
-    hands = [names(hand) for hand in Recordings(tmp_path, VAD).deal(3, 6)]
+    hands = [names(hand) for hand in Recordings(tmp_path, VAD).distribute(3, 6)]
     assert all(set(hand) == files for hand in hands)
     assert len({tuple(hand) for hand in hands}) == 3, "each caller has an order of their own"
-    assert [names(hand) for hand in Recordings(tmp_path, VAD).deal(3, 6)] == hands
-    dealt = [names(hand) for hand in Recordings(tmp_path, VAD).deal(3, 2)]
+    assert [names(hand) for hand in Recordings(tmp_path, VAD).distribute(3, 6)] == hands
+    dealt = [names(hand) for hand in Recordings(tmp_path, VAD).distribute(3, 2)]
     assert {name for hand in dealt for name in hand} == files
-    cycled = names(Recordings(tmp_path, VAD).deal(1, 15)[0])
+    cycled = names(Recordings(tmp_path, VAD).distribute(1, 15)[0])
     assert set(cycled[:6]) == set(cycled[6:12]) == files and len(cycled) == 15
 
 
@@ -51,7 +51,7 @@ def test_only_what_is_said_is_read(tmp_path: Path) -> None:
     for number in range(9):
         record(tmp_path / f"{number}.wav")
     recordings = Recordings(tmp_path, VAD)
-    recordings.deal(2, 2)
+    recordings.distribute(2, 2)
     assert recordings.to_dict() == {"said": 4, "transcripts": 0, "left_out": {}}
 
 
@@ -60,7 +60,7 @@ def test_the_words_are_known_where_they_are_written_beside(tmp_path: Path) -> No
         record(tmp_path / name)
     (tmp_path / "known.txt").write_text("\ufeffGrüß Gott.\n", encoding="utf-8")
     recordings = Recordings(tmp_path, VAD)
-    said = {said.audio.path.stem: said for said in recordings.deal(1, 2)[0]}
+    said = {said.audio.path.stem: said for said in recordings.distribute(1, 2)[0]}
     assert {name: u.text for name, u in said.items()} == {"known": "Grüß Gott.", "unknown": None}
     assert all(u.num_turns == 1 for u in said.values())
     assert recordings.to_dict()["transcripts"] == 1
@@ -95,7 +95,7 @@ def test_what_cannot_be_said_is_left_out_and_named(tmp_path: Path) -> None:
     reasons = spoil(tmp_path)
     record(tmp_path / "good.wav")
     recordings = Recordings(tmp_path, VAD)
-    assert names(recordings.deal(1, 3)[0]) == ["good.wav"] * 3
+    assert names(recordings.distribute(1, 3)[0]) == ["good.wav"] * 3
     assert recordings.left_out.keys() == reasons.keys()
     for name, reason in reasons.items():
         assert reason in recordings.left_out[name], recordings.left_out[name]
@@ -104,14 +104,14 @@ def test_what_cannot_be_said_is_left_out_and_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_recording_that_can_be_said_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParleyError, match=r"there are no recordings in .*\.wav, \.flac, \.ogg"):
-        Recordings(tmp_path, VAD).deal(1, 1)
+        Recordings(tmp_path, VAD).distribute(1, 1)
     with pytest.raises(ParleyError, match="cannot read the directory"):
-        Recordings(tmp_path / "gone", VAD).deal(1, 1)
+        Recordings(tmp_path / "gone", VAD).distribute(1, 1)
     spoil(tmp_path)
     with pytest.raises(
         ParleyError, match=r"(?s)one turn each, up to 30 s.*broken.*and 3 more"
     ) as told:
-        Recordings(tmp_path, VAD).deal(1, 1)
+        Recordings(tmp_path, VAD).distribute(1, 1)
     assert "blank.txt is empty" in told.value.message
 
 
