@@ -1,23 +1,19 @@
-"""Pauses in recordings, and what is known at each: the data behind docs/turn-end.svg.
+"""Pauses in recordings with the features of the end-of-turn detector, for ``endpointing.curve``.
 
-    python -m bench.endpointing.events ../shared/data events.jsonl [KINDS] [NUM]
+    python -m bench.endpointing.events ../shared/data events.jsonl [--kinds speech hard tts] \
+        [--num 60]
 
-KINDS: of the three below, with commas between them. NUM: only so many recordings and prompts of
-each kind, to try it out.
-
-Every recording gives its own pauses and its end; into most of them pauses of 0.3 to 1 s are spliced
-at random words, and prompts are spoken by the installed voice and treated the same. One JSON object
-a pause: `is_end`, `is_spliced`, `pause_ms` (null at the end), `text` up to there, `prosody`, the
-recogniser's `end_marks` and `tail`, `end_logprob`, the `turn_model`'s probability a little later,
-`speaker` (for cross-validation) and `kind` (speech, hard, tts).
+Every recording gives its own pauses and its end. Further pauses of 0.3 to 1 s are spliced into it
+at random words. One JSON object a pause: `is_end`, `is_spliced`, `pause_ms` (null at the end),
+`text` up to there, `prosody`, `end_marks` and `tail` of the recogniser, `end_logprob` of the
+language model, the probability of the `turn_model`, `speaker` (for cross-validation) and `kind`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import random
-import sys
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -25,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from app.config import Settings, load_settings
+from app.config import load_settings
 from app.conversation.input.endpointing import end_of_turn_logprob
 from app.models.store import ModelStore
 from audio.asr.recognizer import Recognizer
@@ -39,157 +35,73 @@ from audio.endpointing.vad_endpointer import (
     VoiceResumed,
     VoiceStarted,
 )
-from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import resample
-from audio.tts.synthesizer import Synthesizer
 from audio.vad import WINDOW_SAMPLES, VadModel
-from bench.voice.script import speech_at
+from bench.endpointing.corpus import (
+    SENTENCE_ENDS,
+    Word,
+    quietest_cut,
+    recordings,
+    room_noise,
+    speaker,
+    word_boundaries_without_noise,
+)
+from bench.harness.speech import installed_recognizer, installed_voice
 from llm_core import ChatMessage, EngineClient, EngineConfig
 
 _MIN_PAUSE_MS = 240
 _EAGER_MS = 64
-# The turn model is asked so long after the recogniser.
-_LATER_MS = 64
-_NUM_PROMPTS = 60
-# Pauses spliced into a recording of each kind.
-_SPLICES = {"speech": 5, "hard": 2, "tts": 2}
-_SENTENCE_ENDS = (".", "?", "!")
+_TURN_MODEL_DELAY_MS = 64  # after the recogniser
+_SPLICES = {"speech": 5, "hard": 2, "tts": 2}  # pauses spliced into a recording of each kind
 
 
-def main() -> None:
-    """Collect all pauses of the data folder."""
-    data, out = Path(sys.argv[1]), Path(sys.argv[2])
-    kinds = sys.argv[3].split(",") if len(sys.argv) > 3 else list(_SPLICES)
-    most = int(sys.argv[4]) if len(sys.argv) > 4 else _NUM_PROMPTS
-    asyncio.run(_collect(data, out, kinds, most))
-
-
-async def _collect(data: Path, out: Path, kinds: list[str], most: int) -> None:
+async def collect(options: argparse.Namespace) -> None:
+    """Write all pauses of the data folder."""
     settings = load_settings()
     store = ModelStore(settings.home)
-    recognizer = Recognizer(store.resolve(settings.asr_model))
-    voice = Synthesizer(store.resolve(settings.tts_model))
+    recognizer, (voice, vad) = installed_recognizer(), installed_voice()
     turn_model = TurnModel(store.resolve("package:smart-turn-v3.2"))
-    vad, rng = VadModel(), np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     config = EngineConfig(model_path=str(store.resolve(settings.llm_model)), max_context=1024)
     engine = await EngineClient.start(config)
     try:
-        with out.open("w") as file:
-            for name, kind, samples in recordings(data, voice, kinds, most):
-                words = words_with_times(recognizer, samples)
-                if (clean := _without_noise(data, name)) is not None:
-                    words = _moved(words_with_times(recognizer, clean), samples, clean)
-                for at, audio in _spliced(samples, words, kind, rng):
-                    for event in _pauses(audio, vad, recognizer, turn_model, words, at):
-                        event |= {"name": name, "kind": kind, "speaker": speaker(name)}
-                        event["end_logprob"] = await _logprob(engine, settings, event["text"])
-                        file.write(json.dumps(event) + "\n")
-                        file.flush()
+        with options.out.open("w") as file:
+            for kind in options.kinds:
+                for name, samples in recordings(options.data, voice, kind, options.num):
+                    words = word_boundaries_without_noise(recognizer, options.data, name, samples)
+                    for at_s, audio in _spliced(samples, words, kind, rng):
+                        for event in _pauses(audio, vad, recognizer, turn_model, words, at_s):
+                            event |= {"name": name, "kind": kind, "speaker": speaker(name)}
+                            prompt = [
+                                ChatMessage("system", settings.instructions),
+                                ChatMessage("user", event["text"]),
+                            ]
+                            event["end_logprob"] = await end_of_turn_logprob(
+                                engine, prompt, timeout_s=10.0
+                            )
+                            file.write(json.dumps(event) + "\n")
+                            file.flush()
     finally:
         await engine.close()
 
 
-def recordings(
-    data: Path, voice: Synthesizer, kinds: list[str], most: int
-) -> Iterator[tuple[str, str, Samples]]:
-    for kind in kinds:
-        if kind == "tts":
-            yield from _prompts(data, voice, most)
-            continue
-        # Announcements, several voices at once, codecs of the 1990s: no callers.
-        paths = [
-            path
-            for path in sorted((data / kind).iterdir())
-            if path.suffix != ".ulaw"
-            and not path.name.startswith(("ivr", "overlap", "stereo", "st48", "c2_"))
-        ]
-        for path in paths[:most]:
-            samples, rate = read_audio(path)
-            yield path.name, kind, resample(samples, rate, SPEECH_RATE)
-
-
-def _without_noise(data: Path, name: str) -> Samples | None:
-    """What was mixed with noise for ``name``: where sentences end is not to depend on noise."""
-    if not name.startswith("noisy_"):
-        return None
-    stem = name.removeprefix("noisy_").rpartition("_")[0]
-    paths = [data / "speech" / f"{prefix}{stem}.flac" for prefix in ("", "ls_")]
-    samples, rate = read_audio(next(path for path in paths if path.exists()))
-    return resample(samples, rate, SPEECH_RATE)
-
-
-def _moved(
-    words: list[tuple[str, float, float]], samples: Samples, clean: Samples
-) -> list[tuple[str, float, float]]:
-    """Words of ``clean`` with their times in ``samples``, which holds it somewhere."""
-    size = samples.size + clean.size
-    products = np.fft.irfft(np.fft.rfft(samples, size) * np.fft.rfft(clean, size).conj(), size)
-    lag = int(products.argmax())
-    late = (lag if lag < samples.size else lag - size) / SPEECH_RATE
-    return [(word, begin + late, end + late) for word, begin, end in words]
-
-
-def _prompts(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:
-    for number, text in enumerate(prompts(data)[:most]):
-        mark = "?" if text.split()[0].lower() in _ASKING else "."
-        yield f"tts{number}", "tts", spoken_prompt(text + mark, voice)
-
-
-def prompts(data: Path) -> list[str]:
-    """What people say to assistants, with a capital and no mark at the end, in a fixed order."""
-    found = [
-        line.split("\t")[column].strip()
-        for name, column in (("clinc150_sample.tsv", 1), ("slurp_spoken_sample.tsv", 3))
-        for line in (data / "prompts" / name).read_text().splitlines()[1:]
-    ]
-    random.Random(1).shuffle(found)
-    return [text[0].upper() + text[1:] for text in found]
-
-
-def spoken_prompt(text: str, voice: Synthesizer) -> Samples:
-    """A third of a second of silence, then the text: float32 [n] at 16 kHz."""
-    lead = np.zeros(SPEECH_RATE // 3, np.float32)
-    return np.concatenate((lead, speech_at(voice.synthesize(text), voice, SPEECH_RATE)))
-
-
-_ASKING = frozenset(
-    ("what", "how", "why", "when", "where", "who", "can", "could", "do", "does", "is", "are")
-)
-
-
-def words_with_times(recognizer: Recognizer, samples: Samples) -> list[tuple[str, float, float]]:
-    """Words of the whole recording with their times, by the library's own alignment."""
-    whisper = recognizer._decoder._whisper
-    segments, _ = whisper.transcribe(samples, language="en", word_timestamps=True, temperature=0)
-    return [(w.word.strip(), w.start, w.end) for s in segments for w in s.words or ()]
-
-
 def _spliced(
-    samples: Samples, words: list[tuple[str, float, float]], kind: str, rng: np.random.Generator
+    samples: Samples, words: list[Word], kind: str, rng: np.random.Generator
 ) -> Iterator[tuple[float | None, Samples]]:
-    """The recording as it is (None), and with a pause spliced in after a second."""
+    """The recording unchanged (None), then with one spliced pause each, and the second of it."""
     yield None, samples
-    inside = [i for i in range(1, len(words) - 1) if not words[i][0].endswith(_SENTENCE_ENDS)]
+    inside = [i for i in range(1, len(words) - 1) if not words[i][0].endswith(SENTENCE_ENDS)]
     rng.shuffle(inside)
     for i in inside[: _SPLICES[kind]]:
-        middle = int((words[i][2] + words[i + 1][1]) / 2 * SPEECH_RATE)
-        starts = range(max(0, middle - 960), middle + 960, 80)
-        cut = min(starts, key=lambda s: float(np.square(samples[s : s + 160]).sum())) + 80
-        first, second = samples[:cut].copy(), samples[cut:].copy()
-        if min(first.size, second.size) < 80:
+        cut = quietest_cut(samples, (words[i][2] + words[i + 1][1]) / 2)
+        if cut is None or min(cut, samples.size - cut) < 80:
             continue
-        fade = np.linspace(0, 1, min(80, first.size, second.size), dtype=np.float32)
+        first, second = samples[:cut].copy(), samples[cut:].copy()
+        fade = np.linspace(0, 1, 80, dtype=np.float32)
         first[-fade.size :] *= fade[::-1]
         second[: fade.size] *= fade
-        gap = room(samples, int(rng.uniform(0.3, 1.0) * SPEECH_RATE), rng)
+        gap = room_noise(samples, int(rng.uniform(0.3, 1.0) * SPEECH_RATE), rng)
         yield cut / SPEECH_RATE, np.concatenate((first, gap, second))
-
-
-def room(samples: Samples, num_samples: int, rng: np.random.Generator) -> Samples:
-    frames = samples[: samples.size // 320 * 320].reshape(-1, 320)
-    level = max(float(np.percentile(np.sqrt(np.square(frames).mean(axis=1)), 3)), 1e-4)
-    return rng.normal(0, level, num_samples).astype(np.float32)
 
 
 def _pauses(
@@ -197,10 +109,49 @@ def _pauses(
     vad: VadModel,
     recognizer: Recognizer,
     turn_model: TurnModel,
-    words: list[tuple[str, float, float]],
+    words: list[Word],
     spliced_at: float | None,
 ) -> Iterator[dict[str, Any]]:
-    audio = np.concatenate((samples, room(samples, 2 * SPEECH_RATE, np.random.default_rng(0))))
+    """Features of every pause that a detector would judge."""
+    audio = np.concatenate(
+        (samples, room_noise(samples, 2 * SPEECH_RATE, np.random.default_rng(0)))
+    )
+    start, found = _voice_pauses(audio, vad)
+    for voiced, at, resumed in found:
+        is_end = resumed is None
+        pause_ms = None if resumed is None else (resumed - voiced) * 1000 / SPEECH_RATE
+        is_spliced = spliced_at is not None and abs(voiced / SPEECH_RATE - spliced_at) < 0.35
+        said = [word for word, begin, _ in words if begin < voiced / SPEECH_RATE + 0.1]
+        between = bool(said) and said[-1].endswith(SENTENCE_ENDS) and not is_end
+        if (pause_ms or 1_000) < _MIN_PAUSE_MS or (between and not is_spliced):
+            continue
+        if spliced_at is not None and (is_end or not is_spliced):
+            continue
+        turn = audio[start:at]
+        prosody = measure_end(turn, find_voice_end(turn, voiced - start))
+        heard = recognizer.transcribe(turn)
+        if not heard.text:
+            continue
+        later = at + _TURN_MODEL_DELAY_MS * SPEECH_RATE // 1000
+        yield {
+            "is_end": is_end,
+            "is_spliced": is_spliced,
+            "pause_ms": pause_ms,
+            "turn_s": turn.size / SPEECH_RATE,
+            "text": heard.text,
+            "prosody": (
+                *prosody.levels_db,
+                *(prosody.pitch_drop, prosody.pitch_slope),
+                *(prosody.last_run_s, prosody.pitched_share),
+            ),
+            "turn_model": turn_model.probability(audio[start:later]),
+            "end_marks": None if heard.end_marks is None else astuple(heard.end_marks),
+            "tail": None if heard.tail is None else np.round(heard.tail, 4).tolist(),
+        }
+
+
+def _voice_pauses(audio: Samples, vad: VadModel) -> tuple[int, list[tuple[int, int, int | None]]]:
+    """Start of the voice, and (last voiced sample, detected at, resumed at) of its pauses."""
     endpointer = Endpointer(ServerVadConfig(silence_ms=6_000, eager_silence_ms=_EAGER_MS))
     start: int | None = None
     found: list[tuple[int, int, int | None]] = []
@@ -213,48 +164,16 @@ def _pauses(
                 found.append((event.last_voiced_sample, now, None))
             elif isinstance(event, VoiceResumed):
                 found[-1] = (*found[-1][:2], event.sample)
-    for voiced, at, resumed in found:
-        is_end = resumed is None
-        pause_ms = None if resumed is None else (resumed - voiced) * 1000 / SPEECH_RATE
-        is_spliced = spliced_at is not None and abs(voiced / SPEECH_RATE - spliced_at) < 0.35
-        said = [word for word, begin, _ in words if begin < voiced / SPEECH_RATE + 0.1]
-        between = bool(said) and said[-1].endswith(_SENTENCE_ENDS) and not is_end
-        if (pause_ms or 1_000) < _MIN_PAUSE_MS or (between and not is_spliced):
-            continue
-        if spliced_at is not None and (is_end or not is_spliced):
-            continue
-        turn = audio[start or 0 : at]
-        prosody = measure_end(turn, find_voice_end(turn, voiced - (start or 0)))
-        heard = recognizer.transcribe(turn)
-        if heard.text:
-            melody = (prosody.pitch_drop, prosody.pitch_slope)
-            run = (prosody.last_run_s, prosody.pitched_share)
-            values = (*prosody.levels_db, *melody, *run)
-            yield {
-                "is_end": is_end,
-                "is_spliced": is_spliced,
-                "pause_ms": pause_ms,
-                "turn_s": turn.size / SPEECH_RATE,
-                "text": heard.text,
-                "prosody": values,
-                "turn_model": turn_model.probability(
-                    audio[start or 0 : at + _LATER_MS * SPEECH_RATE // 1000]
-                ),
-                "end_marks": None if heard.end_marks is None else astuple(heard.end_marks),
-                "tail": None if heard.tail is None else np.round(heard.tail, 4).tolist(),
-            }
+    return start or 0, found
 
 
-async def _logprob(engine: EngineClient, settings: Settings, text: str) -> float | None:
-    prompt = [ChatMessage("system", settings.instructions), ChatMessage("user", text)]
-    return await end_of_turn_logprob(engine, prompt, timeout_s=10.0)
-
-
-def speaker(name: str) -> str:
-    """Recordings of one speaker are never on both sides of the cross-validation."""
-    for prefix in ("pause_", "noisy_", "tel_", "quiet_", "padded_", "ls_"):
-        name = name.removeprefix(prefix)
-    return name.split("-")[0].split("_")[0] if not name.startswith("tts") else f"tts{name[-1]}"
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=list(_SPLICES), default=list(_SPLICES))
+    parser.add_argument("--num", type=int, default=60, help="recordings of each kind, at most")
+    asyncio.run(collect(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,99 +1,66 @@
-"""What the recogniser's encoder makes of ends and of breaks, for ``bench.endpointing.curve`` to
-fit.
+"""States of the recogniser's encoder at ends of turns and inside them, for ``endpointing.curve``.
 
-    python -m bench.endpointing.tails ../shared/data tails.npz [KINDS] [NUM] [SEED]
+    python -m bench.endpointing.tails ../shared/data tails.npz [--kinds speech hard tts clauses] \
+        [--num 300] [--seed 1]
 
-KINDS and NUM as in ``bench.endpointing.events``; one more kind, `clauses`: two prompts with a
-comma and a conjunction between them, said by the installed voice. Every recording is cut at words
-in mid-sentence, in its own pauses there, and at its end; ends are treated like cuts, so that the
-knife is no sign. Often a first part is left out, the level changes, 60 to 200 ms of silence follow.
-
-The file: `tails` float32 [n, 4 * width], `is_end`, `is_natural` bool [n], `speakers` [n].
+Every recording is cut at words in mid-sentence, in its own pauses there, and at its end. Ends are
+cut like the others, so that the cut itself is no feature. Often a first part is left out; the level
+varies, and 60 to 200 ms of silence follow. The file: `tails` float32 [n, 4 * width], `is_end`,
+`is_natural` bool [n], `speakers` [n].
 """
 
 from __future__ import annotations
 
-import random
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from app.config import load_settings
-from app.models.store import ModelStore
-from audio.asr.recognizer import Recognizer
 from audio.frame import SPEECH_RATE, Samples
-from audio.tts.synthesizer import Synthesizer
-from bench.endpointing.events import (
-    prompts,
+from bench.endpointing.corpus import (
+    SENTENCE_ENDS,
+    Word,
+    quietest_cut,
     recordings,
-    room,
+    room_noise,
     speaker,
-    spoken_prompt,
-    words_with_times,
+    word_boundaries,
 )
+from bench.harness.speech import installed_recognizer, installed_voice
 
 _NUM_CUTS = {"speech": 14, "hard": 8, "tts": 3, "clauses": 1}
 _NUM_ENDS = {"speech": 4, "hard": 3, "tts": 1, "clauses": 1}
-_SENTENCE_ENDS = (".", "?", "!")
-_BREAKS = (*_SENTENCE_ENDS, ",")
-_JOINTS = (", and ", ", but ", ", because ", ", so ", ", if ", ", or ", ", when ", ", then ")
 _MIN_PAUSE_S = 0.14
 _FADE = 80
+Example = tuple[Samples, bool, bool]
+"""Audio, whether the turn ends there, whether the pause is natural."""
 
-Word = tuple[str, float, float]
 
-
-def main() -> None:
-    """Collect the ends and breaks of the data folder."""
-    data, out = Path(sys.argv[1]), Path(sys.argv[2])
-    kinds = sys.argv[3].split(",") if len(sys.argv) > 3 else list(_NUM_CUTS)
-    most = int(sys.argv[4]) if len(sys.argv) > 4 else 300
-    seed = int(sys.argv[5]) if len(sys.argv) > 5 else 1
-    settings = load_settings()
-    store = ModelStore(settings.home)
-    recognizer = Recognizer(store.resolve(settings.asr_model))
-    voice = Synthesizer(store.resolve(settings.tts_model))
-    rng = np.random.default_rng(seed)
-    tails: list[Samples] = []
-    is_end: list[bool] = []
-    is_natural: list[bool] = []
-    speakers: list[str] = []
-    for kind in kinds:
-        is_made = kind == "clauses"
-        found = clauses(data, voice, most) if is_made else recordings(data, voice, [kind], most)
-        for name, _, samples in found:
-            words = words_with_times(recognizer, samples)
+def collect(options: argparse.Namespace) -> None:
+    """Write the tails of all examples."""
+    recognizer, (voice, _) = installed_recognizer(), installed_voice()
+    rng = np.random.default_rng(options.seed)
+    rows: list[tuple[Samples, bool, bool, str]] = []
+    for kind in options.kinds:
+        for name, samples in recordings(options.data, voice, kind, options.num):
+            words = word_boundaries(recognizer, samples)
             if len(words) < 2:
                 continue
-            for audio, ends, natural in _examples(samples, words, kind, rng):
+            for audio, is_end, is_natural in _examples(samples, words, kind, rng):
                 tail = recognizer.transcribe(audio).tail
-                if tail is None:
-                    continue
-                tails.append(tail)
-                is_end.append(ends)
-                is_natural.append(natural)
-                speakers.append(speaker(name))
-    np.savez(out, tails=tails, is_end=is_end, is_natural=is_natural, speakers=speakers)
-    print(f"{len(tails)}: {sum(is_end)} ends, {sum(is_natural)} natural")
-
-
-def clauses(data: Path, voice: Synthesizer, most: int) -> Iterator[tuple[str, str, Samples]]:
-    """Two prompts as one sentence each: the voice pauses at the comma as speakers do."""
-    texts = prompts(data)
-    rng = random.Random(2)
-    for number in range(most):
-        first, second = texts[(2 * number) % len(texts)], texts[(2 * number + 1) % len(texts)]
-        text = first.rstrip(".?!") + rng.choice(_JOINTS) + second.rstrip(".?!") + "."
-        yield f"tts{number}", "clauses", spoken_prompt(text, voice)
+                if tail is not None:
+                    rows.append((tail, is_end, is_natural, speaker(name)))
+    tails, is_end, is_natural, speakers = map(list, zip(*rows, strict=True))
+    np.savez(options.out, tails=tails, is_end=is_end, is_natural=is_natural, speakers=speakers)
+    print(f"{len(rows)} examples: {sum(is_end)} ends, {sum(is_natural)} natural")
 
 
 def _examples(
     samples: Samples, words: list[Word], kind: str, rng: np.random.Generator
-) -> Iterator[tuple[Samples, bool, bool]]:
+) -> Iterator[Example]:
     last = len(words) - 1
-    inside = [i for i in range(last) if not words[i][0].endswith(_SENTENCE_ENDS)]
+    inside = [i for i in range(last) if not words[i][0].endswith(SENTENCE_ENDS)]
     rng.shuffle(inside)
     for i in inside[: _NUM_CUTS[kind]]:
         middle = (words[i][2] + words[i + 1][1]) / 2
@@ -107,45 +74,52 @@ def _examples(
 
 
 def _start(words: list[Word], at: int, rng: np.random.Generator) -> int:
-    """Sample at which the example begins: often the recording's first, else behind a break."""
+    """First sample of the example: of the recording, or of a clause before word ``at``."""
     if rng.random() < 0.5:
         return 0
-    firsts = [0, *(i + 1 for i in range(at) if words[i][0].endswith(_BREAKS))]
+    firsts = [0, *(i + 1 for i in range(at) if words[i][0].endswith((*SENTENCE_ENDS, ",")))]
     return max(0, int(words[rng.choice(firsts)][1] * SPEECH_RATE) - 3_000)
 
 
 def _cut(
     samples: Samples, start: int, at_s: float, is_end: bool, rng: np.random.Generator
-) -> Iterator[tuple[Samples, bool, bool]]:
-    """Cut off where it is quietest around ``at_s``; made silence follows."""
-    middle = int(at_s * SPEECH_RATE)
-    places = range(max(0, middle - 960), min(middle + 960, samples.size - 160), 80)
-    if not places:
+) -> Iterator[Example]:
+    """Cut at the quietest place around ``at_s``, with synthetic silence after it."""
+    cut = quietest_cut(samples, at_s)
+    if cut is None or cut - start < 10 * _FADE:
         return
-    cut = min(places, key=lambda s: float(np.square(samples[s : s + 160]).sum())) + _FADE
     part = samples[start:cut].copy()
-    if part.size < 10 * _FADE:
-        return
     part[-_FADE:] *= np.linspace(1, 0, _FADE, dtype=np.float32)
-    silence = room(samples, int(rng.uniform(0.06, 0.2) * SPEECH_RATE), rng)
-    yield _at_some_level(np.concatenate((part, silence)), rng), is_end, False
+    silence = room_noise(samples, int(rng.uniform(0.06, 0.2) * SPEECH_RATE), rng)
+    yield _at_random_level(np.concatenate((part, silence)), rng), is_end, False
 
 
 def _pause(
     samples: Samples, start: int, end_s: float, is_end: bool, rng: np.random.Generator
-) -> Iterator[tuple[Samples, bool, bool]]:
-    """As it was said, until 80 to 160 ms behind the word; silence is added where it ends before."""
+) -> Iterator[Example]:
+    """The original audio until 80 to 160 ms after the word, padded where it ends before."""
     stop = int((end_s + 0.02 + rng.uniform(0.06, 0.14)) * SPEECH_RATE)
     part = samples[start:stop]
     if part.size < 10 * _FADE:
         return
     missing = max(0, stop - start - part.size)
-    part = np.concatenate((part, room(samples, missing, rng)))
-    yield _at_some_level(part, rng), is_end, True
+    part = np.concatenate((part, room_noise(samples, missing, rng)))
+    yield _at_random_level(part, rng), is_end, True
 
 
-def _at_some_level(samples: Samples, rng: np.random.Generator) -> Samples:
-    return (samples * 10 ** (rng.uniform(-6, 6) / 20)).astype(np.float32)
+def _at_random_level(samples: Samples, rng: np.random.Generator) -> Samples:
+    changed: Samples = (samples * 10 ** (rng.uniform(-6, 6) / 20)).astype(np.float32)
+    return changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=list(_NUM_CUTS), default=list(_NUM_CUTS))
+    parser.add_argument("--num", type=int, default=300, help="recordings of each kind, at most")
+    parser.add_argument("--seed", type=int, default=1)
+    collect(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,29 +1,24 @@
-"""What noise reduction does to words, to the voice detector, and what it costs.
+"""Noise reduction: its effect on WER and on the voice detector, and its cost.
 
-    python -m bench.speech.noise_reduction ../shared/data [LEVEL ...]
+    python -m bench.speech.noise_reduction ../shared/data [--levels 1 3] [--json OUT]
 
 Recordings in noise, quiet ones, and quiet ones mixed with recorded noise at 5 and 10 dB go to the
-recogniser as they are and with their noise reduced at each level (0 to 3). The same for the voice
-detector with the default endpointer: turns that begin in recordings without any speech, and how
-late the end of speech is found when the noise goes on for two seconds.
+recogniser without and with noise reduction at each level (0 to 3). The same for the voice detector
+with the default endpointer: turns that start in recordings without speech, and the delay of the
+end of speech when the noise goes on for two seconds.
 """
 
 from __future__ import annotations
 
-import csv
-import sys
+import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import jiwer
 import numpy as np
 from pywebrtc_audio import NoiseSuppressor
-from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from app.config import load_settings
-from app.models.store import ModelStore
-from audio.asr.recognizer import Recognizer
 from audio.endpointing.vad_endpointer import (
     Endpointer,
     ServerVadConfig,
@@ -31,94 +26,107 @@ from audio.endpointing.vad_endpointer import (
     VoiceEvent,
     VoiceStarted,
 )
-from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import resample
-from audio.text.normalize.english import normalize
 from audio.vad import WINDOW_SAMPLES, VadModel, VadStream
+from bench.harness.results import Cell, Result, add_json_option, report
+from bench.harness.speech import installed_recognizer, load_speech, manifest, word_error_rate
 
 _NOISES = ("office_lk_12s", "typing_a", "holdmusic_lk_15s", "white_25dbfs_10s", "brown_30dbfs_10s")
 _NUM_MIXED = 8
 _TAIL = 2 * SPEECH_RATE
-_whisper = EnglishTextNormalizer({})
+_FRAME = 320
+Spoken = tuple[Samples, str]
 
 
-def main() -> None:
-    """Measure and print a table."""
-    data = Path(sys.argv[1])
-    levels = [int(level) for level in sys.argv[2:]] or [1, 3]
-    settings = load_settings()
-    recognizer = Recognizer(ModelStore(settings.home).resolve(settings.asr_model))
-    vad = VadModel()
-    rows = _rows(data)
-    sets = {
-        "in noise": [
-            (load(data / r["file"]), r["transcript"]) for r in rows if "/noisy_" in r["file"]
-        ],
-        "quiet": [(load(data / r["file"]), r["transcript"]) for r in rows if r["set"] == "speech"],
+def measure(data: Path, levels: list[int]) -> Result:
+    """A column without noise reduction and one for each level."""
+    rows = manifest(data)
+    noisy = [row for row in rows if "/noisy_" in row["file"]]
+    quiet = [row for row in rows if row["set"] == "speech"]
+    sets: dict[str, list[Spoken]] = {
+        name: [(load_speech(data / row["file"]), row["transcript"]) for row in chosen]
+        for name, chosen in (("in noise", noisy), ("quiet", quiet))
     }
     short = sorted(sets["quiet"], key=lambda pair: pair[0].size)[:_NUM_MIXED]
-    noises = {name: load(data / "noise" / f"{name}.flac") for name in _NOISES}
-    for snr in (5, 10):
-        sets[f"mixed, {snr} dB"] = [
-            (mix(samples, noise, snr), text) for samples, text in short for noise in noises.values()
-        ]
-    quiet = [load(data / r["file"]) for r in rows if r["set"] == "noise"]
-    ways: list[int | None] = [None, *levels]
-    print("| | " + " | ".join("as it is" if w is None else f"level {w}" for w in ways) + " |")
-    print("|---" * (len(ways) + 1) + "|")
-    for name, pairs in sets.items():
-        cells = []
-        for way in ways:
-            heard = [
-                words(recognizer.transcribe(reduced(samples, way)).text) for samples, _ in pairs
-            ]
-            cells.append(f"{jiwer.wer([words(text) for _, text in pairs], heard):.1%}")
-        print(f"| WER, {name} ({len(pairs)}) | " + " | ".join(cells) + " |", flush=True)
-    cells = []
-    for way in ways:
-        runs = [events(reduced(samples, way), vad) for samples in quiet]
-        starts = [sum(isinstance(e, VoiceStarted) for e in run) for run in runs]
-        cells.append(f"{sum(starts)} in {sum(n > 0 for n in starts)} of {len(runs)}")
-    print("| turns begun without speech | " + " | ".join(cells) + " |")
-    ends = {
+    noises = [load_speech(data / "noise" / f"{name}.flac") for name in _NOISES]
+    # Samples, and the noise that goes on after them.
+    tails = {
         "in noise": [(s, np.resize(s[-SPEECH_RATE // 2 :], _TAIL)) for s, _ in sets["in noise"]]
     }
     for snr in (5, 10):
+        name = f"mixed, {snr} dB"
+        sets[name] = [
+            (mix(samples, noise, snr), text) for samples, text in short for noise in noises
+        ]
         longer = [np.pad(samples, (0, _TAIL)) for samples, _ in short]
-        mixed = [mix(samples, noise, snr) for samples in longer for noise in noises.values()]
-        ends[f"mixed, {snr} dB"] = [(m[:-_TAIL], m[-_TAIL:]) for m in mixed]
-    for name, parts in ends.items():
-        cells = []
-        for way in ways:
-            lates: list[float] = []
-            for samples, tail in parts:
-                run = events(reduced(np.concatenate((samples, tail)), way), vad)
-                found = [e.at_sample for e in run if isinstance(e, VoiceEnded)]
-                lates += [(found[-1] - samples.size) / SPEECH_RATE] if found else []
-            missed = len(parts) - len(lates)
-            cells.append(f"{median(lates):.2f} s, {missed} never")
-        print(f"| end found after that of the recording, {name} | " + " | ".join(cells) + " |")
-    cost = []
-    for way in levels:
-        suppressor, chunk = NoiseSuppressor(level=way), quiet[0][:320].copy()
-        begun = time.perf_counter()
-        for _ in range(500):
-            suppressor.process(chunk)
-        cost.append(f"{(time.perf_counter() - begun) / 10:.5f}")
-    print(f"cost, share of a core: {', '.join(cost)}")
-    tone = np.zeros(16_000, np.float32)
-    tone[8_000] = 0.5
-    print(f"delay: {int(np.abs(reduced(tone, levels[0])).argmax()) - 8_000} samples")
+        mixed = [mix(samples, noise, snr) for samples in longer for noise in noises]
+        tails[name] = [(m[:-_TAIL], m[-_TAIL:]) for m in mixed]
+    silent = [load_speech(data / row["file"]) for row in rows if row["set"] == "noise"]
+    result = Result(("measure", "no reduction", *(f"level {level}" for level in levels)))
+
+    def add(name: str, cell: Callable[[int | None], Cell]) -> None:
+        result.add(name, *(cell(level) for level in (None, *levels)))
+
+    recognizer = installed_recognizer()
+    for name, pairs in sets.items():
+
+        def wer(level: int | None, pairs: list[Spoken] = pairs) -> float:
+            heard = [recognizer.transcribe(reduced(s, level)).text for s, _ in pairs]
+            return round(word_error_rate([text for _, text in pairs], heard), 4)
+
+        add(f"WER, {name} ({len(pairs)})", wer)
+    vad = VadModel()
+    add(
+        f"turns started without speech, {len(silent)} recordings",
+        lambda level: sum(
+            isinstance(event, VoiceStarted)
+            for samples in silent
+            for event in events(reduced(samples, level), vad)
+        ),
+    )
+    for name, parts in tails.items():
+        ends = {level: end_delays_s(parts, level, vad) for level in (None, *levels)}
+        add(f"end of speech, {name}, median delay, s", lambda k, e=ends: round(median(e[k]), 2))  # type: ignore[misc]
+        add(f"end of speech, {name}, never", lambda k, e=ends, p=parts: len(p) - len(e[k]))  # type: ignore[misc]
+    add("cost, share of a core", lambda level: level and cost(silent[0][:_FRAME].copy(), level))
+    result.notes = f"Delay of the signal at level {levels[0]}: {delay_samples(levels[0])} samples."
+    return result
+
+
+def end_delays_s(
+    parts: list[tuple[Samples, Samples]], level: int | None, vad: VadModel
+) -> list[float]:
+    """Delay of the last end of speech after the end of the recording, where one was found."""
+    delays = []
+    for samples, tail in parts:
+        run = events(reduced(np.concatenate((samples, tail)), level), vad)
+        found = [event.at_sample for event in run if isinstance(event, VoiceEnded)]
+        delays += [(found[-1] - samples.size) / SPEECH_RATE] if found else []
+    return delays
+
+
+def cost(frame: Samples, level: int) -> float:
+    """Share of a core for frames of 20 ms."""
+    suppressor = NoiseSuppressor(level=level)
+    started_s = time.perf_counter()
+    for _ in range(500):
+        suppressor.process(frame)
+    return round((time.perf_counter() - started_s) / (500 * 0.02), 5)
+
+
+def delay_samples(level: int) -> int:
+    impulse = np.zeros(16_000, np.float32)
+    impulse[8_000] = 0.5
+    return int(np.abs(reduced(impulse, level)).argmax()) - 8_000
 
 
 def reduced(samples: Samples, level: int | None) -> Samples:
-    """As a call would have it, 20 ms at a time."""
+    """Noise reduction as in a call, 20 ms at a time; None: none."""
     if level is None:
         return samples
     suppressor = NoiseSuppressor(level=level)
-    padded = np.concatenate((samples, np.zeros(-samples.size % 320, np.float32)))
-    parts = [suppressor.process(part) for part in padded.reshape(-1, 320)]
+    padded = np.concatenate((samples, np.zeros(-samples.size % _FRAME, np.float32)))
+    parts = [suppressor.process(part) for part in padded.reshape(-1, _FRAME)]
     return np.concatenate(parts)[: samples.size]
 
 
@@ -126,10 +134,12 @@ def mix(samples: Samples, noise: Samples, snr_db: float) -> Samples:
     long = np.resize(noise, samples.size)
     power = np.mean(samples[np.abs(samples) > 0] ** 2)
     ratio = np.sqrt(power / (np.mean(long**2) * 10 ** (snr_db / 10)))
-    return np.clip(samples + long * ratio, -1, 1).astype(np.float32)
+    mixed: Samples = np.clip(samples + long * ratio, -1, 1).astype(np.float32)
+    return mixed
 
 
 def events(samples: Samples, vad: VadModel) -> list[VoiceEvent]:
+    """Events of the default endpointer."""
     endpointer, stream = Endpointer(ServerVadConfig()), VadStream(vad)
     found: list[VoiceEvent] = []
     for i, probability in enumerate(stream.feed(samples)):
@@ -137,17 +147,13 @@ def events(samples: Samples, vad: VadModel) -> list[VoiceEvent]:
     return found
 
 
-def load(path: Path) -> Samples:
-    return resample(*read_audio(path), SPEECH_RATE)
-
-
-def words(text: str) -> str:
-    return " ".join(_whisper(normalize(text)).split()) or "nothing"
-
-
-def _rows(data: Path) -> list[dict[str, str]]:
-    with (data / "MANIFEST.tsv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file, delimiter="\t"))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--levels", type=int, nargs="+", default=[1, 3])
+    add_json_option(parser)
+    options = parser.parse_args()
+    report(measure(options.data, options.levels), options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What lost packets cost the recogniser: word error rates over scripted losses.
+"""WER after packet loss, with and without forward error correction (FEC) of Opus.
 
-    python -m bench.speech.opus_loss ../shared/data/speech/*.flac
+    python -m bench.speech.opus_loss ../shared/data/speech/*.flac [--json OUT]
 
-Each recording is encoded as a browser does it (Opus, 20 ms, 32 kbit/s, with and without in-band
-FEC), goes through our receive buffer and decoder while packets are lost, and is transcribed.
+Each recording is encoded as browsers do (Opus, 20 ms, 32 kbit/s, with and without in-band FEC),
+goes through our receive buffer and decoder while packets are lost, and is transcribed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
-import jiwer
 import numpy as np
 
-from app.config import load_settings
-from app.models.store import ModelStore
 from app.transports.webrtc.jitter import Gap, Packet, ReceiveBuffer
 from app.transports.webrtc.opus import OpusDecoder
-from audio.asr.recognizer import Recognizer
 from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples
 from audio.resample import resample
-from bench.voice.speech_set import read_manifest, words
+from bench.harness.results import Result, add_json_option, report
+from bench.harness.speech import installed_recognizer, transcripts, word_error_rate
 
 RATE, FRAME = 48_000, 960
 LOSSES: dict[str, Callable[[random.Random, int], set[int]]] = {
@@ -40,11 +37,11 @@ LOSSES: dict[str, Callable[[random.Random, int], set[int]]] = {
 }
 
 
-def packets_of(samples: Samples, has_repeats: bool) -> list[bytes]:
+def packets_of(samples: Samples, has_fec: bool) -> list[bytes]:
     codec = av.CodecContext.create("libopus", "w")
     codec.sample_rate, codec.layout, codec.format = RATE, "mono", "s16"
     codec.bit_rate, codec.time_base = 32_000, Fraction(1, RATE)
-    codec.options = {"application": "voip", "packet_loss": "10", "fec": str(int(has_repeats))}
+    codec.options = {"application": "voip", "packet_loss": "10", "fec": str(int(has_fec))}
     packets = []
     for start in range(0, len(samples) - FRAME + 1, FRAME):
         pcm = (samples[start : start + FRAME].clip(-1, 1) * 32_767).astype(np.int16)
@@ -54,7 +51,7 @@ def packets_of(samples: Samples, has_repeats: bool) -> list[bytes]:
     return packets
 
 
-def heard(packets: list[bytes], lost: set[int]) -> Samples:
+def received(packets: list[bytes], lost: set[int]) -> Samples:
     buffer, decoder, parts = ReceiveBuffer(), OpusDecoder(), []
     for number, payload in enumerate(packets):
         if number in lost:
@@ -71,29 +68,34 @@ def heard(packets: list[bytes], lost: set[int]) -> Samples:
     return np.concatenate(parts)
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
-    options = parser.parse_args()
-    references = read_manifest(options.files[0].parent.parent / "MANIFEST.tsv")
-    settings = load_settings()
-    recognizer = Recognizer(ModelStore(settings.home).resolve(settings.asr_model))
+def measure(files: list[Path]) -> Result:
+    """WER of all recordings together, for each pattern of losses."""
+    references = transcripts(files[0].parent.parent)
+    recognizer = installed_recognizer()
     texts: dict[tuple[str, bool], list[str]] = {}
-    for path in options.files:
+    for path in files:
         samples = resample(*read_audio(path), RATE)
-        for has_repeats in (False, True):
-            packets = packets_of(samples, has_repeats)
+        for has_fec in (False, True):
+            packets = packets_of(samples, has_fec)
             for name, losses in LOSSES.items():
                 lost = losses(random.Random(path.name), len(packets))
-                speech = resample(heard(packets, lost), RATE, SPEECH_RATE)
-                text = words(recognizer.transcribe(speech).text)
-                texts.setdefault((name, has_repeats), []).append(text)
-    wanted = [words(references[path.name]) for path in options.files]
-    print("| network | WER, concealed | WER, repaired by FEC |\n|---|---|---|")
+                speech = resample(received(packets, lost), RATE, SPEECH_RATE)
+                text = recognizer.transcribe(speech).text
+                texts.setdefault((name, has_fec), []).append(text)
+    result = Result(("network", "WER, concealment", "WER, FEC"))
+    wanted = [references[path.name] for path in files]
     for name in LOSSES:
-        plain, repaired = (jiwer.wer(wanted, texts[name, has]) for has in (False, True))
-        print(f"| {name} | {plain:.1%} | {repaired:.1%} |")
+        rates = (word_error_rate(wanted, texts[name, has_fec]) for has_fec in (False, True))
+        result.add(name, *(round(rate, 4) for rate in rates))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    add_json_option(parser)
+    options = parser.parse_args()
+    report(measure(options.files), options)
 
 
 if __name__ == "__main__":

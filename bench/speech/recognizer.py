@@ -1,94 +1,92 @@
-"""Our recogniser beside plain faster-whisper with the same model: words, time, and silence.
+"""Our recogniser and plain faster-whisper with the same model: latency, WER, and noise.
 
-    python -m bench.speech.recognizer ../shared/data [NUM]
+    python -m bench.speech.recognizer ../shared/data [--num 10] [--json OUT]
 
-Every recording of MANIFEST.tsv's speech set (or the first NUM) goes to both in turn, one thread
-each; faster-whisper as it comes (30 s of context, beam 5). Then the noise set goes to both; ours
-must say nothing.
+Recordings of the set `speech` go to both in turn, with one thread each; faster-whisper as it comes
+(30 s of context, beam 5). Then the set `noise` goes to both, where no words are right.
 """
 
 from __future__ import annotations
 
-import csv
-import sys
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
-import jiwer
 from faster_whisper import WhisperModel
-from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from app.config import load_settings
-from app.models.store import ModelStore
-from audio.asr.recognizer import Recognizer
-from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples
-from audio.resample import resample
-from audio.text.normalize.english import normalize
+from bench.harness.results import Result, add_json_option, report
+from bench.harness.rounds import Rounds
+from bench.harness.speech import (
+    installed_model,
+    installed_recognizer,
+    load_speech,
+    manifest,
+    word_error_rate,
+)
 
-_CLASSES_S = ((0, 3), (3, 6), (6, 12), (12, 1_000))
-_whisper = EnglishTextNormalizer({})
+_LENGTHS_S = ((0, 3), (3, 6), (6, 12), (12, 1_000))
+
+
+def recognizers() -> dict[str, Callable[[Samples], str]]:
+    """Transcribing functions by name."""
+    ours = installed_recognizer()
+    ours.warm_up()
+    whisper = WhisperModel(
+        str(installed_model("asr_model")), device="cpu", compute_type="int8", cpu_threads=1
+    )
+
+    def plain(samples: Samples) -> str:
+        segments, _ = whisper.transcribe(samples, language="en")
+        return "".join(segment.text for segment in segments)
+
+    return {"parley": lambda samples: ours.transcribe(samples).text, "faster-whisper": plain}
+
+
+def measure(data: Path, num: int | None) -> Result:
+    """Latency by length of the recording, WER, and recordings of noise with words."""
+    transcribers = recognizers()
+    references: list[str] = []
+    heard: dict[str, list[str]] = {name: [] for name in transcribers}
+    by_length = {length: Rounds() for length in _LENGTHS_S}
+    for row in manifest(data, "speech")[:num]:
+        samples = load_speech(data / row["file"])
+        references.append(row["transcript"])
+        times = {}
+        for name, transcribe in transcribers.items():
+            started_s = time.perf_counter()
+            heard[name].append(transcribe(samples))
+            times[name] = {"ms": (time.perf_counter() - started_s) * 1000}
+        seconds = samples.size / SPEECH_RATE
+        by_length[next(x for x in _LENGTHS_S if x[0] <= seconds < x[1])].add(times)
+    ours, plain = transcribers
+    result = Result(("measure", ours, plain, "ratio"))
+    for (low, high), rounds in by_length.items():
+        if not rounds.sides:
+            continue
+        count = len(rounds.figures[ours])
+        cells = [round(rounds.medians(name)["ms"]) for name in (ours, plain)]
+        ratio = round(rounds.ratios(plain, ours)["ms"], 1)
+        result.add(f"{low} to {high} s ({count}), ms", *cells, ratio)
+    rates = [round(word_error_rate(references, heard[name]), 4) for name in (ours, plain)]
+    result.add(f"WER, {len(references)} recordings", *rates, None)
+    noises = [load_speech(data / row["file"]) for row in manifest(data, "noise")]
+    counts = [
+        sum(bool(transcribers[name](samples).strip()) for samples in noises)
+        for name in (ours, plain)
+    ]
+    result.add(f"words in recordings without speech, of {len(noises)}", *counts, None)
+    return result
 
 
 def main() -> None:
-    """Measure and print."""
-    data = Path(sys.argv[1])
-    num = int(sys.argv[2]) if len(sys.argv) > 2 else None
-    settings = load_settings()
-    model_dir = ModelStore(settings.home).resolve(settings.asr_model)
-    ours = Recognizer(model_dir)
-    ours.warm_up()
-    plain = WhisperModel(str(model_dir), device="cpu", compute_type="int8", cpu_threads=1)
-
-    def hear_plain(samples: Samples) -> str:
-        segments, _ = plain.transcribe(samples, language="en")
-        return "".join(segment.text for segment in segments)
-
-    hearers: dict[str, Callable[[Samples], str]] = {
-        "ours": lambda samples: ours.transcribe(samples).text,
-        "plain": hear_plain,
-    }
-    said: list[str] = []
-    heard: dict[str, list[str]] = {name: [] for name in hearers}
-    took: list[tuple[float, dict[str, float]]] = []
-    for row in _rows(data, "speech")[:num]:
-        samples = _load(data / row["file"])
-        said.append(_words(row["transcript"]))
-        times = {}
-        for name, hear in hearers.items():
-            begun_s = time.perf_counter()
-            heard[name].append(_words(hear(samples)))
-            times[name] = (time.perf_counter() - begun_s) * 1000
-        took.append((samples.size / SPEECH_RATE, times))
-    for low, high in _CLASSES_S:
-        some = [times for seconds, times in took if low <= seconds < high]
-        if some:
-            a, b = (median(t[name] for t in some) for name in ("ours", "plain"))
-            ratio = median(t["plain"] / t["ours"] for t in some)
-            print(f"{low}-{high} s ({len(some)}): {a:.0f} ms, plain {b:.0f} ms, ratio {ratio:.1f}")
-    for name, texts in heard.items():
-        print(f"{name}: WER {jiwer.wer(said, texts):.2%} of {len(said)} recordings")
-    noises = _rows(data, "noise")
-    for name, hear in hearers.items():
-        loud = [text for row in noises if (text := hear(_load(data / row["file"])).strip())]
-        print(f"{name}: words in {len(loud)} of {len(noises)} recordings without speech")
-
-
-def _rows(data: Path, part: str) -> list[dict[str, str]]:
-    with (data / "MANIFEST.tsv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file, delimiter="\t") if row["set"] == part]
-
-
-def _load(path: Path) -> Samples:
-    return resample(*read_audio(path), SPEECH_RATE)
-
-
-def _words(text: str) -> str:
-    """Text for comparison: numbers as words, digit strings split, as Whisper's authors do it."""
-    words = _whisper(normalize(text)).split()
-    return " ".join(" ".join(w) if w.isdigit() else w for w in words) or "nothing"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--num", type=int, help="the first recordings only")
+    add_json_option(parser)
+    options = parser.parse_args()
+    report(measure(options.data, options.num), options)
 
 
 if __name__ == "__main__":

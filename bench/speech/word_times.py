@@ -1,32 +1,31 @@
-"""When words were said: how far off, against speech whose words lie where they are known to lie.
+"""Error of word timestamps, on synthetic speech whose word boundaries are known.
 
-    python -m bench.speech.word_times DATA
+    python -m bench.speech.word_times DATA [--json OUT]
 
-Words apart: synthesised one by one, cut to their audible samples, with 0.12, 0.25 and 0.5 s of
-silence between. Sentences: the voice's own durations, from the frames of its network without noise,
-in which each sound is repeated as often as it lasts; those whose sounds or transcript have another
-number of words are left out. Last, over DATA/speech: what the times cost, as a share of what the
-transcript cost.
+Separate words: synthesised one by one, trimmed to their audible samples, with 0.12, 0.25 and 0.5 s
+of silence between. Sentences: durations that the voice itself predicts, from the frames of its
+network without noise, where the frame of a phoneme is repeated for its duration; sentences whose
+phonemes or transcript have another number of words are left out. Last, over DATA/speech: CPU time
+of the timestamps relative to that of the transcript.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from app.config import load_settings
-from app.models.store import ModelStore
 from audio.asr.hallucination_filter import words_of
 from audio.asr.recognizer import Recognizer
-from audio.files.reader import read_audio
 from audio.frame import SPEECH_RATE, Samples, silence
 from audio.resample import resample
 from audio.text.normalize.english import normalize
 from audio.tts.synthesizer import Synthesizer, pronounceable
+from bench.harness.results import Result, add_json_option, report
+from bench.harness.speech import installed_model, installed_recognizer, load_speech
 
 Place = tuple[float, float]
 
@@ -49,27 +48,6 @@ Turn left at the second corner and then go straight on.
 The weather is fine today and we want to walk in the garden.
 He left his coat in the car because the sun was shining.
 We have been waiting for the bus for more than half an hour."""
-
-
-def main(data: Path) -> None:
-    """Measure and print."""
-    store, settings = ModelStore(load_settings().home), load_settings()
-    recognizer = Recognizer(store.fetch(settings.asr_model))
-    recognizer.warm_up()
-    voice = Synthesizer(store.fetch(settings.tts_model), noise_scale=0.0, noise_w_scale=0.0)
-    report("words apart", errors(recognizer, words_apart(voice)))
-    report("sentences", errors(recognizer, sentences(voice)))
-    shares = []
-    for path in sorted((data / "speech").glob("*.flac")):
-        samples = at_16k(*read_audio(path))
-        times_s = [time.perf_counter()]
-        transcript = recognizer.transcribe(samples, keeps_sound=True)
-        times_s.append(time.perf_counter())
-        recognizer.locate(transcript)
-        times_s.append(time.perf_counter())
-        shares.append((times_s[2] - times_s[1]) / (times_s[1] - times_s[0]))
-    print(f"share of the transcript's time, {len(shares)} recordings:", end=" ")
-    print(f"median {np.median(shares):.2f}, highest {max(shares):.2f}")
 
 
 def words_apart(voice: Synthesizer) -> Iterable[tuple[list[str], Samples, list[Place]]]:
@@ -101,7 +79,7 @@ def sentences(voice: Synthesizer) -> Iterable[tuple[list[str], Samples, list[Pla
 
 
 def places_of(voice: Synthesizer, phonemes: list[str], frames: Samples) -> list[Place]:
-    """Where words lie in ``frames`` [channels, n]: [] where sounds cannot be told apart."""
+    """Word boundaries in ``frames`` [channels, n]; [] where two phonemes have equal frames."""
     ids = voice._phonemes.phonemes_to_ids(phonemes)
     changes = np.flatnonzero((frames[:, 1:] != frames[:, :-1]).any(axis=0)) + 1
     edges_s = np.array([0, *changes, frames.shape[1]]) * voice._net.hop_len / voice.sample_rate
@@ -124,7 +102,7 @@ def places_of(voice: Synthesizer, phonemes: list[str], frames: Samples) -> list[
 def errors(
     recognizer: Recognizer, speech: Iterable[tuple[list[str], Samples, list[Place]]]
 ) -> np.ndarray:
-    """Of beginnings and ends in ms, [words, 2]; words that were not understood are left out."""
+    """Errors of starts and ends in ms, [words, 2]; words transcribed wrongly are left out."""
     found = []
     for said, samples, places in speech:
         words = recognizer.locate(recognizer.transcribe(samples, keeps_sound=True))
@@ -136,14 +114,11 @@ def errors(
     return np.array(found) * 1000
 
 
-def report(name: str, errors_ms: np.ndarray) -> None:
-    print(f"{name}: {len(errors_ms)} words")
-    for edge, of in (("beginnings", errors_ms[:, 0]), ("ends", errors_ms[:, 1])):
-        off = np.abs(of)
-        print(
-            f"  {edge}: off by {np.median(off):.0f} ms (median), {np.percentile(off, 90):.0f} "
-            f"(90 %), on average {of.mean():+.0f}"
-        )
+def add_errors(result: Result, name: str, errors_ms: np.ndarray) -> None:
+    for edge, of in (("start", errors_ms[:, 0]), ("end", errors_ms[:, 1])):
+        absolute = np.abs(of)
+        cells = (np.median(absolute), np.percentile(absolute, 90), of.mean())
+        result.add(f"{name}, {edge}", len(of), *(round(float(ms), 1) for ms in cells))
 
 
 def audible(samples: Samples) -> Samples:
@@ -155,5 +130,37 @@ def at_16k(samples: Samples, rate: int) -> Samples:
     return resample(samples, rate, SPEECH_RATE)
 
 
+def measure(data: Path) -> Result:
+    """Errors of both kinds of synthetic speech; the relative cost as notes."""
+    recognizer = installed_recognizer()
+    recognizer.warm_up()
+    voice = Synthesizer(installed_model("tts_model"), noise_scale=0.0, noise_w_scale=0.0)
+    result = Result(("words", "n", "median error, ms", "90th percentile, ms", "mean, ms"))
+    add_errors(result, "separate words", errors(recognizer, words_apart(voice)))
+    add_errors(result, "sentences", errors(recognizer, sentences(voice)))
+    shares = []
+    for path in sorted((data / "speech").glob("*.flac")):
+        samples = load_speech(path)
+        times_s = [time.perf_counter()]
+        transcript = recognizer.transcribe(samples, keeps_sound=True)
+        times_s.append(time.perf_counter())
+        recognizer.locate(transcript)
+        times_s.append(time.perf_counter())
+        shares.append((times_s[2] - times_s[1]) / (times_s[1] - times_s[0]))
+    result.notes = (
+        f"Time of the timestamps / time of the transcript, {len(shares)} recordings: median "
+        f"{np.median(shares):.2f}, highest {max(shares):.2f}."
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    add_json_option(parser)
+    options = parser.parse_args()
+    report(measure(options.data), options)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
