@@ -31,8 +31,8 @@ from llm_core.model.runner import ModelRunner
 from llm_core.offline.train_head.topics import PARLEY_INSTRUCTIONS
 from llm_core.sampling.sampler import SamplerState, sample_row, uniform
 from llm_core.scheduling.sequence import TokenSequence
-from llm_core.speculative.accept import accept
-from llm_core.speculative.drafters.base import ComputedRows, Drafter, DraftRequest, DraftShape
+from llm_core.speculative.accept import accepted_path
+from llm_core.speculative.drafters.base import ComputedTokens, Drafter, DraftRequest, DraftShape
 from llm_core.speculative.drafters.ngram import NgramDrafter
 from llm_core.speculative.factory import make_drafter
 
@@ -148,21 +148,21 @@ def replay(
         for sequence, answer, _ in going:
             first = len(sequence.token_ids)
             places = range(first, first + shape.max_depth) if temperature > 0 else ()
-            fractions = tuple(uniform(answer.seed, place) for place in places)
-            requests.append(DraftRequest(sequence, shape, params, fractions))
+            uniforms = tuple(uniform(answer.seed, place) for place in places)
+            requests.append(DraftRequest(sequence, shape, params, uniforms))
         for (sequence, answer, features), tree in zip(
             going, drafter.propose(requests), strict=True
         ):
             tree.check()
             first = len(sequence.token_ids)
             said = iter([*answer.token_ids[first:], None])
-            rows = accept(tree, lambda _, said=said: next(said))  # type: ignore[misc]
+            rows = accepted_path(tree, lambda _, said=said: next(said))  # type: ignore[misc]
             num_new = min(len(rows), len(answer.token_ids) - first)
             count.rounds, count.tokens = count.rounds + 1, count.tokens + num_new
             count.drafts += len(tree)
             advance(drafter, sequence, answer, features, num_new)
     for index in range(len(answers)):
-        drafter.close(TokenSequence(index, [0], max_len=1))
+        drafter.close_sequence(TokenSequence(index, [0], max_len=1))
     return count
 
 
@@ -175,7 +175,7 @@ def advance(
     sequence.computed_len = end
     sequence.token_ids = answer.token_ids[: end + 1]
     taken = features[start:end] if drafter.feature_layers else None
-    drafter.observe([ComputedRows(sequence, start, range(num_rows), taken)])
+    drafter.observe_computed([ComputedTokens(sequence, start, range(num_rows), taken)])
 
 
 def main() -> None:

@@ -39,8 +39,12 @@ from llm_core.messages import ChatMessage, EngineConfig, SamplingParams
 from llm_core.model.runner import ModelRunner
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import FixedController
-from llm_core.speculative.control.calibration import measure_draft_costs, measure_row_costs
-from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
+from llm_core.speculative.control.costs import (
+    DraftCost,
+    VerificationCost,
+    measure_draft_ns,
+    measure_forward_ns,
+)
 from llm_core.speculative.drafters.base import Drafter
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.drafters.ngram import NgramDrafter
@@ -117,8 +121,8 @@ def bench_model(arguments: argparse.Namespace) -> dict[str, Any]:
                 drafter = make_drafter(own, runner, opened)
                 if drafter is not None:
                     drafters[name] = drafter
-    costs = measure_row_costs(runner)
-    draft_costs = {name: measure_draft_costs(d, runner) for name, d in drafters.items()}
+    costs = measure_forward_ns(runner)
+    draft_costs = {name: measure_draft_ns(d, runner) for name, d in drafters.items()}
     engine = Engine(
         runner,
         opened.tokenizer,

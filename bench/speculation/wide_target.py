@@ -31,13 +31,17 @@ from llm_core.quant.formats import Weight
 from llm_core.scheduling.draft_tree import DraftTree
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import FixedController
-from llm_core.speculative.control.calibration import measure_draft_costs, measure_row_costs
-from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
+from llm_core.speculative.control.costs import (
+    DraftCost,
+    VerificationCost,
+    measure_draft_ns,
+    measure_forward_ns,
+)
 from llm_core.speculative.drafters.base import DraftRequest
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.heads.config import HeadConfig
 from llm_core.speculative.heads.eagle import head_shapes
-from llm_core.speculative.heads.native_eagle import NativeHead
+from llm_core.speculative.heads.native_eagle import NativeEagleHead
 from llm_core.tokenizer.tokenizer import Tokenizer
 
 SIZES = {
@@ -92,7 +96,7 @@ class KnowingDrafter(EagleDrafter):
     """Takes a real head's time, and is right as often as it is told to be, for each depth; how
     likely each draft is, is drawn around that."""
 
-    def __init__(self, head: NativeHead, acceptance: Sequence[float], **options: Any) -> None:
+    def __init__(self, head: NativeEagleHead, acceptance: Sequence[float], **options: Any) -> None:
         super().__init__(head, **options)
         self.texts: list[list[int]] = []
         self._acceptance = acceptance
@@ -102,12 +106,14 @@ class KnowingDrafter(EagleDrafter):
         trees = [self._tree(request) for request in requests]
         # The head drafts as far, whatever it thinks of its own drafts.
         timed = [
-            replace(r, shape=replace(r.shape, max_depth=n, max_drafts=n, width=1), fractions=())
+            replace(r, shape=replace(r.shape, max_depth=n, max_drafts=n, width=1), uniforms=())
             for r, n in zip(requests, (max(1, len(tree)) for tree in trees), strict=True)
         ]
         super().propose(
             [
-                replace(r, shape=replace(r.shape, least_probability=0.0, least_followed=0.0))
+                replace(
+                    r, shape=replace(r.shape, min_path_probability=0.0, min_expand_probability=0.0)
+                )
                 for r in timed
             ]
         )
@@ -127,7 +133,7 @@ class KnowingDrafter(EagleDrafter):
             right = text[at] if at < len(text) else 5
             tokens.append(right if self._random.random() < odds[-1] else (right + 1) % 1000)
             path *= odds[-1]
-            if path < shape.least_followed:
+            if path < shape.min_expand_probability:
                 break
         return DraftTree.chain(tokens, odds)
 
@@ -158,7 +164,7 @@ def bench_wide(arguments: argparse.Namespace) -> dict[str, Any]:
         block_size=runner.block_size,
         max_sequences=max(batches),
     )
-    costs, draft_costs = measure_row_costs(runner), measure_draft_costs(drafter, runner)
+    costs, draft_costs = measure_forward_ns(runner), measure_draft_ns(drafter, runner)
     result: dict[str, Any] = {
         "row_cost_ms": {n: round(ns / 1e6, 2) for n, ns in costs.items()},
         "draft_cost_ms": {n: round(ns / 1e6, 2) for n, ns in draft_costs.items()},
@@ -208,7 +214,7 @@ def bench_wide(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _random_head(config: ModelConfig, runner: ModelRunner) -> NativeHead:
+def _random_head(config: ModelConfig, runner: ModelRunner) -> NativeEagleHead:
     """An EAGLE-3 head of the target's width with 8,192 words."""
     model = runner.model
     assert isinstance(model, NativeDecoder)
@@ -228,4 +234,4 @@ def _random_head(config: ModelConfig, runner: ModelRunner) -> NativeHead:
         for name, size in head_shapes(shape).items()
     }
     tensors["d2t"] = torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
-    return NativeHead(shape, tensors, model, max_context=CONTEXT_LEN)
+    return NativeEagleHead(shape, tensors, model, max_context=CONTEXT_LEN)

@@ -46,7 +46,13 @@ from llm_core.scheduling import (
     TokenSequence,
     make_policy,
 )
-from llm_core.speculative import Controller, Drafter, make_controller, make_drafter, speculates
+from llm_core.speculative import (
+    Controller,
+    Drafter,
+    is_speculation_enabled,
+    make_controller,
+    make_drafter,
+)
 from llm_core.structured.constraint import GuideCompiler
 from llm_core.tokenizer import Tokenizer
 
@@ -122,7 +128,7 @@ class Engine:
         drafter: Drafter | None = None
         with open_model(config.model_path) as opened:
             runner = ModelRunner.of(opened.model, config)
-            is_speculating = speculates(config, runner)
+            is_speculating = is_speculation_enabled(config, runner)
             if is_speculating:
                 drafter = make_drafter(config, runner, opened)
         engine = cls(

@@ -32,8 +32,7 @@ from llm_core.sampling import (
     uniform,
 )
 from llm_core.scheduling import EMPTY, DraftTree, TokenSequence
-from llm_core.speculative import DraftRequest, DraftShape, SpeculationCounts
-from llm_core.speculative import accept as accept_drafts
+from llm_core.speculative import DraftRequest, DraftShape, SpeculationCounts, accepted_path
 from llm_core.structured.constraint import GuideState
 from llm_core.tokenizer import Detokenizer, Tokenizer
 
@@ -114,7 +113,7 @@ class Generation:
                 return None
             return None if self.is_finished else sequence.token_ids[-1]
 
-        return accept_drafts(tree, sample), events
+        return accepted_path(tree, sample), events
 
     @property
     def chosen_elsewhere(self) -> tuple[SamplingParams, int] | None:
@@ -169,11 +168,11 @@ class Generation:
         sequence = self._sequence
         if self.draft_room < shape.max_depth:
             shape = replace(shape, max_depth=self.draft_room)
-        fractions: tuple[float, ...] = ()
+        uniforms: tuple[float, ...] = ()
         if not self._sampler.is_greedy:
             first, seed = len(sequence.token_ids), self._sampler.seed
-            fractions = tuple(uniform(seed, first + k) for k in range(shape.max_depth))
-        return DraftRequest(sequence, shape, self._params, fractions)
+            uniforms = tuple(uniform(seed, first + k) for k in range(shape.max_depth))
+        return DraftRequest(sequence, shape, self._params, uniforms)
 
     @property
     def draft_room(self) -> int:

@@ -13,7 +13,7 @@ from llm_core.progress import Progress
 from llm_core.scheduling import COMFORT_NS, EMPTY, DraftTree, Scheduler, StepPlan, TokenSequence
 from llm_core.speculative import (
     BatchState,
-    ComputedRows,
+    ComputedTokens,
     Controller,
     Drafter,
     DraftShape,
@@ -64,7 +64,7 @@ class Speculator:
     ) -> None:
         """Lets the plan's streams verify drafts too, where that is expected to gain time."""
         if self._drafter is not None and plan.copies:
-            self._drafter.copied(plan.copies)
+            self._drafter.copy_blocks(plan.copies)
         streams = {
             index: generations[chunk.sequence.seq_id]
             for index, chunk in enumerate(plan.chunks)
@@ -75,12 +75,12 @@ class Speculator:
         if not streams:
             return
         situation = BatchState(len(streams), plan.num_rows, self._is_patient(plan, streams))
-        shape = None if self._drafter is None else self._controller.shape(situation)
-        self._listens = self._controller.listens
+        shape = None if self._drafter is None else self._controller.draft_shape(situation)
+        self._listens = self._controller.wants_hidden_states
         if shape is None and not any(generation.is_guided for generation in streams.values()):
             return
         start_ns = self._clock()
-        trees = self._controller.choose(self._propose(plan, streams, shape), situation)
+        trees = self._controller.select_drafts(self._propose(plan, streams, shape), situation)
         for index, tree in zip(streams, trees, strict=True):
             if tree:
                 scheduler.add_drafts(plan, index, tree)
@@ -90,7 +90,7 @@ class Speculator:
 
     def ran(self, plan: StepPlan, generations: Mapping[int, Generation], duration_ns: int) -> None:
         """The target computed the plan."""
-        self._controller.stepped(plan.num_rows, duration_ns)
+        self._controller.record_forward(plan.num_rows, duration_ns)
         verifying = [generations[c.sequence.seq_id] for c in plan.chunks if c.tree]
         if verifying:
             for counts in self._counts_of(verifying):
@@ -99,11 +99,11 @@ class Speculator:
     def finished(self) -> None:
         """All of a step is done: what it brought is on its way."""
         if self._start_ns is not None and self._drafter is not None:
-            self._controller.finished(self._clock() - self._start_ns)
+            self._controller.record_step(self._clock() - self._start_ns)
 
     def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """What ``accept`` gave for a tree."""
-        self._controller.verified(tree, accepted)
+        """What ``accepted_path`` gave for a tree."""
+        self._controller.record_accepted(tree, accepted)
         self._counts.add_drafts(tree)
         for depth in range(1, len(accepted)):
             self._counts.add_accepted(depth)
@@ -118,7 +118,7 @@ class Speculator:
         Called before sequences that have ended lose their blocks."""
         if self._drafter is None:
             return
-        computed: list[ComputedRows] = []
+        computed: list[ComputedTokens] = []
         first = 0
         for chunk in plan.chunks:
             kept = accepted.get(chunk.sequence.seq_id)
@@ -126,20 +126,20 @@ class Speculator:
             if kept is not None:
                 is_chain = kept[-1] == len(kept) - 1
                 rows = range(first, first + len(kept)) if is_chain else [first + i for i in kept]
-            computed.append(ComputedRows(chunk.sequence, chunk.start, rows, features))
+            computed.append(ComputedTokens(chunk.sequence, chunk.start, rows, features))
             first += chunk.num_rows
         with self._progress.at("model"):
-            self._drafter.observe(computed)
+            self._drafter.observe_computed(computed)
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """See ``Drafter``."""
         if self._drafter is not None:
-            self._drafter.truncate(sequence, length)
+            self._drafter.truncate_sequence(sequence, length)
 
     def close(self, sequence: TokenSequence) -> None:
         """See ``Drafter``; the sequence still has its blocks."""
         if self._drafter is not None:
-            self._drafter.close(sequence)
+            self._drafter.close_sequence(sequence)
 
     def stats(self) -> Speculation:
         """Sums since the start."""
@@ -169,7 +169,7 @@ class Speculator:
             start_ns = self._clock()
             with self._progress.at("model"):
                 proposed = self._drafter.propose(list(requests.values()))
-            self._controller.drafted(proposed, self._clock() - start_ns)
+            self._controller.record_drafting(proposed, self._clock() - start_ns)
             for index, tree in zip(requests, proposed, strict=True):
                 trees[index] = streams[index].allowed_drafts(tree)
         return [trees.get(index, EMPTY) for index in streams]

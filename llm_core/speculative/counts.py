@@ -1,4 +1,4 @@
-"""What speculation did, in numbers: for one reply, and for an engine since its start."""
+"""Statistics of speculation: for one reply, and for an engine since its start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llm_core.scheduling import DraftTree
 
 
 class SpeculationCounts:
-    """Sums. A step of a sequence counts when it verified at least one draft."""
+    """Running sums. A step of a sequence counts when it verified at least one draft."""
 
     def __init__(self) -> None:
         self.draft_ns = 0
@@ -17,7 +17,7 @@ class SpeculationCounts:
         self._accepted_by_depth: list[int] = []
 
     def add_drafts(self, tree: DraftTree) -> None:
-        """A tree that is verified now."""
+        """Counts a tree that is being verified."""
         if not tree:
             return
         self._num_steps += 1
@@ -26,11 +26,11 @@ class SpeculationCounts:
         accepted += [0] * (max(tree.depths) - len(accepted))
 
     def add_accepted(self, depth: int) -> None:
-        """A draft of a tree that was added was right."""
+        """Counts an accepted draft of a tree given to ``add_drafts``."""
         self._accepted_by_depth[depth - 1] += 1
 
     def snapshot(self) -> Speculation:
-        """The numbers so far."""
+        """The sums so far."""
         return Speculation(
             num_steps=self._num_steps,
             num_drafted=self._num_drafted,

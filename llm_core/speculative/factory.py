@@ -1,4 +1,4 @@
-"""From a configuration to a drafter and the controller that decides about it."""
+"""Builds the drafter and the controller that an ``EngineConfig`` asks for."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from llm_core.messages import EngineConfig
 from llm_core.model import ModelRunner, NativeDecoder
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import Controller, FixedController
-from llm_core.speculative.control.calibration import measure_draft_costs, measure_row_costs
-from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
+from llm_core.speculative.control.costs import (
+    DraftCost,
+    VerificationCost,
+    measure_draft_ns,
+    measure_forward_ns,
+)
 from llm_core.speculative.drafters.base import Drafter, DraftShape
 from llm_core.speculative.drafters.draft_model import DraftModelDrafter
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.drafters.medusa import MedusaDrafter
 from llm_core.speculative.drafters.ngram import NgramDrafter
 from llm_core.speculative.heads.base import DraftHead
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
 from llm_core.speculative.heads.files import (
     HeadFile,
     bundled_head,
@@ -29,50 +33,50 @@ from llm_core.speculative.heads.files import (
     read_head,
 )
 from llm_core.speculative.heads.medusa import MedusaHeads
-from llm_core.speculative.heads.native_eagle import NativeHead, unsupported_head_reason
+from llm_core.speculative.heads.native_eagle import NativeEagleHead, unsupported_head_reason
 
-_SIBLINGS = 2  # at each depth of a chain: they take no time of the head's, only rows
+_AUTO_SIBLINGS = 2  # at each depth of a chain: they cost verification, but no time of the head
 
 logger = logging.getLogger("llm_core.speculation")
 
 
-def speculates(config: EngineConfig, runner: ModelRunner) -> bool:
-    """Whether steps are to verify drafts, as ``EngineConfig.speculation`` says."""
+def is_speculation_enabled(config: EngineConfig, runner: ModelRunner) -> bool:
+    """Whether ``EngineConfig.speculation`` asks for drafts, or "auto" allows them here."""
     if config.speculation != "auto":
         return config.speculation != "off"
     if config.attention_window is not None:
-        logger.info("no speculation: tokens see a window")
+        logger.info("speculation is off: it does not work with an attention window")
         return False
     if not isinstance(runner.model, NativeDecoder):
-        logger.info("no speculation: whether it pays was measured for compiled code on a CPU only")
+        logger.info("speculation is off: automatic only with the native CPU backend")
         return False
     return True
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Drafter | None:
-    """Who drafts, as ``EngineConfig.speculation`` asks; None where "auto" finds nobody for this
-    model, and then only what a guide forces is drafted.
+    """The drafter that ``EngineConfig.speculation`` names. None where "auto" has no head for this
+    model; then only tokens that a grammar forces are drafted.
 
-    Raises ModelLoadError, saying what does not fit; where ``speculation_optional`` that is a
-    warning in the log instead, and nobody drafts.
+    Raises ModelLoadError for a head or model that does not fit; with ``speculation_optional`` logs
+    a warning and returns None instead.
     """
     try:
-        return _make(config, runner, opened)
+        return _make_drafter(config, runner, opened)
     except ModelLoadError as error:
         if not config.speculation_optional:
             raise
-        logger.warning("no speculation: %s", error)
+        logger.warning("speculation is off: %s", error)
         return None
 
 
-def _make(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Drafter | None:
-    wanted = config.speculation
-    if wanted == "ngram":
+def _make_drafter(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Drafter | None:
+    speculation = config.speculation
+    if speculation == "ngram":
         return NgramDrafter()
     model_fingerprint = fingerprint(runner.config, opened.model.weights)
-    path = bundled_head(model_fingerprint) if wanted == "auto" else Path(wanted)
+    path = bundled_head(model_fingerprint) if speculation == "auto" else Path(speculation)
     if path is None:
-        logger.info("no speculation: no draft head comes with this model")
+        logger.info("speculation is off: no draft head is bundled for this model")
         return None
     if not path.exists():
         raise ModelLoadError(f"speculation: {path} does not exist")
@@ -81,7 +85,7 @@ def _make(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Draft
     head = read_head(path, runner.config, model_fingerprint)
     logger.info("speculation: %s head %s", head.config.kind, path.name)
     if head.config.kind == "medusa":
-        target = TargetRows.of(runner.config, opened.model.weights)
+        target = TargetEmbeddings.of(runner.config, opened.model.weights)
         return MedusaDrafter(MedusaHeads(head.config, head.tensors, target))
     return EagleDrafter(
         _eagle_head(head, runner, opened),
@@ -95,32 +99,32 @@ def _make(config: EngineConfig, runner: ModelRunner, opened: OpenModel) -> Draft
 def make_controller(
     config: EngineConfig, runner: ModelRunner, drafter: Drafter | None
 ) -> Controller:
-    """Who decides about ``drafter``, from costs that are measured here. Nothing may have been
-    computed yet."""
+    """The controller for ``drafter``. An automatic one is given costs that are measured here, so
+    the KV cache must still be empty."""
     shape = DraftShape(
         max_drafts=config.draft_tokens, max_depth=config.draft_depth, width=config.draft_width
     )
     if config.draft_control == "fixed":
         return FixedController(shape)
-    shape = replace(shape, siblings=_SIBLINGS)
-    draft_ns = {1: 1.0} if drafter is None else measure_draft_costs(drafter, runner)
-    return AutoController(shape, VerificationCost(measure_row_costs(runner)), DraftCost(draft_ns))
+    shape = replace(shape, siblings=_AUTO_SIBLINGS)
+    draft_ns = {1: 1.0} if drafter is None else measure_draft_ns(drafter, runner)
+    return AutoController(shape, VerificationCost(measure_forward_ns(runner)), DraftCost(draft_ns))
 
 
 def _eagle_head(head: HeadFile, runner: ModelRunner, opened: OpenModel) -> DraftHead:
-    """Compiled where the target is compiled and this head can be, else in torch."""
+    """Compiled where the target is compiled and the head is supported, else in PyTorch."""
     model = runner.model
     if isinstance(model, NativeDecoder) and unsupported_head_reason(head.config) is None:
         try:
-            return NativeHead(head.config, head.tensors, model, max_context=runner.max_context)
+            return NativeEagleHead(head.config, head.tensors, model, max_context=runner.max_context)
         except (ValueError, MemoryError) as error:
             raise ModelLoadError(f"the draft head cannot be packed: {error}") from error
-    target = TargetRows.of(runner.config, opened.model.weights)
+    target = TargetEmbeddings.of(runner.config, opened.model.weights)
     return EagleHead(head.config, head.tensors, target, max_context=runner.max_context)
 
 
 def _draft_model(path: Path, config: EngineConfig, opened: OpenModel) -> Drafter:
-    """A smaller model, if its tokens are the target's."""
+    """A drafter with a smaller model, which must have the target's tokens."""
     draft_config = EngineConfig(
         model_path=str(path),
         num_threads=config.num_threads,

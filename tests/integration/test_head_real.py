@@ -20,7 +20,7 @@ from llm_core.speculative.drafters.base import DraftRequest, DraftShape
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.factory import make_drafter
 from llm_core.speculative.heads.base import HeadBatch
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
 from llm_core.speculative.heads.files import bundled_head, fingerprint, read_head
 
 pytestmark = pytest.mark.integration
@@ -41,7 +41,7 @@ def test_the_bundled_head_drafts_for_the_embedded_model(llm_model_path: Path) ->
         assert directory is not None
         stored = read_head(directory, config, mark)
         head = EagleHead(
-            stored.config, stored.tensors, TargetRows.of(config, weights), max_context=256
+            stored.config, stored.tensors, TargetEmbeddings.of(config, weights), max_context=256
         )
         runner = ModelRunner.of(opened.model, engine_config)
         runner.set_feature_layers(head.feature_layers)

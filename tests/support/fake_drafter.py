@@ -1,4 +1,4 @@
-"""A drafter that knows the answer now and then, and checks what it is told."""
+"""A drafter that is often right and checks its notifications, and a controller that pauses."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from llm_core.scheduling.block_tables import BlockCopy
 from llm_core.scheduling.draft_tree import DraftTree
 from llm_core.scheduling.sequence import TokenSequence
 from llm_core.speculative.control.base import BatchState, FixedController
-from llm_core.speculative.drafters.base import ComputedRows, DraftRequest, DraftShape
-from llm_core.speculative.drafters.tree_expansion import Nearness
+from llm_core.speculative.drafters.base import ComputedTokens, DraftRequest, DraftShape
+from llm_core.speculative.drafters.tree_expansion import DrawCoupling
 
-OF_THE_TARGET = Nearness(reach=1e-6, softness=1.0)  # of a drafter that is the target
+# For a drafter that is the target itself.
+EXACT_COUPLING = DrawCoupling(bandwidth=1e-6, temperature_scale=1.0)
 
 
 class RestingController(FixedController):
-    """Rests for some steps at a time, and listens again some steps before it drafts, or only then,
-    or never stopped."""
+    """Alternates between random spans of steps with and without drafts. Within a span without,
+    hidden states are not captured for a random number of steps from its start, possibly none."""
 
     def __init__(self, shape: DraftShape, *, seed: int, mean_steps: int = 6) -> None:
         super().__init__(shape)
         self._random = random.Random(seed)
         self._mean_steps = mean_steps
-        self._left = self._deaf = 0
-        self._rests = True
+        self._left = self._no_capture = 0
+        self._is_pausing = True
 
-    def shape(self, situation: BatchState) -> DraftShape | None:
+    def draft_shape(self, batch: BatchState) -> DraftShape | None:
         if self._left == 0:
-            self._rests = not self._rests
+            self._is_pausing = not self._is_pausing
             self._left = self._random.randint(1, 2 * self._mean_steps)
-            self._deaf = self._random.randint(0, self._left) if self._rests else 0
+            self._no_capture = self._random.randint(0, self._left) if self._is_pausing else 0
         self._left -= 1
-        self._deaf -= self._deaf > 0
-        return None if self._rests else super().shape(situation)
+        self._no_capture -= self._no_capture > 0
+        return None if self._is_pausing else super().draft_shape(batch)
 
     @property
-    def listens(self) -> bool:
-        return self._deaf == 0
+    def wants_hidden_states(self) -> bool:
+        return self._no_capture == 0
 
 
 class GuessingDrafter:
-    """Random trees that know the right token now and then, and a check that it is told of every
-    step of every sequence. Rows between two of them came from the prefix cache: a draft that lost
-    its blocks may begin again with more than it had, if somebody else has said the same."""
+    """Proposes random trees that often contain the right token, and checks that it is notified of
+    every step of every sequence. Positions between two notifications came from the prefix cache."""
 
     name = "guessing"
 
@@ -53,7 +53,7 @@ class GuessingDrafter:
         vocab_size: int,
         *,
         seed: int = 0,
-        knows: float = 0.7,
+        accuracy: float = 0.7,
         feature_layers: tuple[int, ...] = (),
     ) -> None:
         """``next_token(tokens)`` is the right one."""
@@ -63,7 +63,7 @@ class GuessingDrafter:
         self._next_token = next_token
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
-        self._knows = knows
+        self._accuracy = accuracy
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         trees = [self._tree(request) for request in requests]
@@ -81,7 +81,7 @@ class GuessingDrafter:
                 parent = len(paths) - 2
             path = paths[parent + 1]
             token = self._random.randrange(self._vocab_size)
-            if self._random.random() < self._knows:
+            if self._random.random() < self._accuracy:
                 token = self._next_token(sequence.token_ids + path)
             if len(path) < shape.max_depth and [*path, token] not in paths:
                 parents.append(parent)
@@ -91,11 +91,11 @@ class GuessingDrafter:
         tree.check()
         return tree
 
-    def copied(self, copies: Sequence[BlockCopy]) -> None:
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         pass
 
-    def observe(self, rows: Sequence[ComputedRows]) -> None:
-        for row in rows:
+    def observe_computed(self, computed: Sequence[ComputedTokens]) -> None:
+        for row in computed:
             known = self.num_steps.get(row.sequence.seq_id, 0)
             # A draft that is committed counts from its reply on.
             assert row.sequence.num_steps in (1, known + 1), "no step is left out"
@@ -106,9 +106,9 @@ class GuessingDrafter:
                 assert 0 <= row.rows[0] <= row.rows[-1] < len(row.features)
             self.num_steps[row.sequence.seq_id] = row.sequence.num_steps
 
-    def truncate(self, sequence: TokenSequence, length: int) -> None:
+    def truncate_sequence(self, sequence: TokenSequence, length: int) -> None:
         pass
 
-    def close(self, sequence: TokenSequence) -> None:
+    def close_sequence(self, sequence: TokenSequence) -> None:
         assert sequence.block_ids or not sequence.computed_len
         self.num_steps.pop(sequence.seq_id, None)

@@ -1,1 +1,1 @@
-"""Training of draft heads on conversations that the target model writes itself."""
+"""Training of draft heads on conversations that the target model generates."""

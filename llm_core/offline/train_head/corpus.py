@@ -1,6 +1,6 @@
-"""Self-written conversations on disk: numbered files that a later run adds to.
+"""The corpus of generated conversations: numbered files, to which later runs add.
 
-Each file holds some conversations, one after another:
+Each file holds some conversations, concatenated:
 
     token_ids int32 [T], is_answer uint8 [T], lengths int32 [C] (sum T), temperatures float32 [C],
     and, where they were captured, features float16 [T, K * hidden_size]
@@ -19,7 +19,7 @@ from llm_core.loading import SafetensorsFile, write_safetensors
 from llm_core.offline.train_head.self_distillation import Conversation
 
 _PATTERN = "talk-*.safetensors"
-_NEEDED = ("token_ids", "is_answer", "lengths", "temperatures")
+_REQUIRED = ("token_ids", "is_answer", "lengths", "temperatures")
 
 
 def corpus_files(directory: Path) -> list[Path]:
@@ -28,18 +28,18 @@ def corpus_files(directory: Path) -> list[Path]:
 
 
 def next_index(directory: Path) -> int:
-    """A number that no file has."""
+    """The number of the next file."""
     taken = [int(path.stem.split("-")[1]) for path in corpus_files(directory)]
     return max(taken, default=-1) + 1
 
 
 def corpus_path(directory: Path, index: int) -> Path:
-    """Where file number ``index`` is kept."""
+    """The path of file number ``index``."""
     return directory / f"talk-{index:08d}.safetensors"
 
 
 def write_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Whole or not at all."""
+    """Writes a file atomically."""
     tensors = {
         "token_ids": torch.tensor([i for c in conversations for i in c.token_ids]).int(),
         "is_answer": torch.tensor([a for c in conversations for a in c.is_answer]).byte(),
@@ -48,7 +48,7 @@ def write_conversations(path: Path, conversations: Sequence[Conversation]) -> No
     }
     features = [c.features for c in conversations if c.features is not None]
     if len(features) == len(conversations):
-        # The last token of each was never computed: a row of zeros keeps the counts equal.
+        # The last token of each was never computed: pad with a row of zeros.
         tensors["features"] = torch.cat([functional.pad(f, (0, 0, 0, 1)) for f in features])
     partial = path.with_suffix(".partial")
     write_safetensors(partial, tensors)
@@ -56,22 +56,21 @@ def write_conversations(path: Path, conversations: Sequence[Conversation]) -> No
 
 
 def has_features(path: Path) -> bool:
-    """Whether a file's hidden states were captured."""
+    """Whether a file holds hidden states."""
     with SafetensorsFile(path) as file:
         return "features" in file.tensors
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """What ``write_conversations`` wrote; features without the row of zeros. They stay in the file
-    until they are looked at: a corpus may be larger than the memory.
+    """The conversations of a file. Features are memory-mapped: a corpus may exceed the memory.
 
-    Raises ModelLoadError for a file that is not sound.
+    Raises ModelLoadError for a damaged file.
     """
     with SafetensorsFile(path) as file:
-        missing = [name for name in _NEEDED if name not in file.tensors]
+        missing = [name for name in _REQUIRED if name not in file.tensors]
         if missing:
             raise ModelLoadError(f"{path.name}: lacks {', '.join(missing)}")
-        token_ids, is_answer, lengths, temperatures = (file.read(name) for name in _NEEDED)
+        token_ids, is_answer, lengths, temperatures = (file.read(name) for name in _REQUIRED)
         features = file.mapped("features") if "features" in file.tensors else None
     sizes = lengths.tolist()
     if sum(sizes) != len(token_ids) or len(is_answer) != len(token_ids):
@@ -79,9 +78,9 @@ def read_conversations(path: Path) -> list[Conversation]:
     parts = [None] * len(sizes) if features is None else torch.split(features, sizes)
     return [
         Conversation(
-            ids.tolist(), said.bool().tolist(), temperature, None if rows is None else rows[:-1]
+            ids.tolist(), answer.bool().tolist(), temperature, None if rows is None else rows[:-1]
         )
-        for ids, said, temperature, rows in zip(
+        for ids, answer, temperature, rows in zip(
             torch.split(token_ids, sizes),
             torch.split(is_answer, sizes),
             temperatures.tolist(),

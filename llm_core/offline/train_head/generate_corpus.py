@@ -1,4 +1,4 @@
-"""Adds to a corpus: lets the target talk for a while, and captures features that files lack."""
+"""Adds generated conversations to a corpus, and captures features that its files lack."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from llm_core.offline.train_head.self_distillation import (
 )
 from llm_core.tokenizer import Tokenizer
 
-NUM_STREAMS = 32  # as many rows as a step computes best; 64 took longer a row
-_FILE_CONVERSATIONS = 64
+NUM_STREAMS = 32  # conversations at once: with 64, a token took longer
+_CONVERSATIONS_PER_FILE = 64
 
 
-def talk(
+def generate_corpus(
     runner: ModelRunner,
     tokenizer: Tokenizer,
     template: ChatTemplate,
@@ -42,15 +42,15 @@ def talk(
     openings: Sequence[str],
     on_progress: Callable[[float, int], None],
 ) -> int:
-    """Writes new files until ``talk_s`` seconds are over and the one then begun is full; the number
-    of answer tokens in them.
+    """Writes new files until ``talk_s`` seconds are over and the last file is full. Returns the
+    number of answer tokens in them.
 
-    ``on_progress(elapsed_s, answer tokens)``. Every file has its own random numbers, so that a
-    later run says other things. Raises InvalidRequestError as ``turn_glue``.
+    ``on_progress(elapsed_s, answer tokens)``. Later runs use other random numbers. Raises
+    InvalidRequestError as ``turn_separators``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     index = next_index(directory)
-    writer = SelfDistillation(
+    generator = SelfDistillation(
         runner,
         tokenizer,
         template,
@@ -60,12 +60,12 @@ def talk(
     )
     started, num_answer_tokens = time.monotonic(), 0
     finished: list[Conversation] = []
-    for conversation in writer.conversations():
+    for conversation in generator.conversations():
         elapsed_s = time.monotonic() - started
         finished.append(conversation)
         num_answer_tokens += conversation.num_answer_tokens
         on_progress(elapsed_s, num_answer_tokens)
-        if len(finished) < _FILE_CONVERSATIONS:
+        if len(finished) < _CONVERSATIONS_PER_FILE:
             continue
         write_conversations(corpus_path(directory, index), finished)
         index, finished = index + 1, []
@@ -77,12 +77,12 @@ def talk(
 def capture_features(
     runner: ModelRunner, directory: Path, on_progress: Callable[[int, int], None]
 ) -> None:
-    """Computes those files once more whose features were not kept; ``on_progress(done, all)``."""
+    """Computes the features of files without them; ``on_progress(done, total)`` in files."""
     missing = [path for path in corpus_files(directory) if not has_features(path)]
     for done, path in enumerate(missing):
         on_progress(done, len(missing))
-        kept = [_with_features(runner, c) for c in read_conversations(path)]
-        write_conversations(path, kept)
+        conversations = [_with_features(runner, c) for c in read_conversations(path)]
+        write_conversations(path, conversations)
     on_progress(len(missing), len(missing))
 
 

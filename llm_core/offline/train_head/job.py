@@ -1,4 +1,4 @@
-"""The job behind ``train_head``: talk, capture, start, train, write."""
+"""The job of ``train_head``: extend the corpus, initialise a head, train it, write it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,20 @@ from llm_core.offline.train_head.examples import (
     example_of,
     has_anchor,
 )
-from llm_core.offline.train_head.generate_corpus import NUM_STREAMS, capture_features, talk
+from llm_core.offline.train_head.generate_corpus import (
+    NUM_STREAMS,
+    capture_features,
+    generate_corpus,
+)
 from llm_core.offline.train_head.objective import Objective
-from llm_core.offline.train_head.ridge import Teacher, eagle1_start, ridge_start
+from llm_core.offline.train_head.ridge import (
+    Teacher,
+    eagle1_initial_tensors,
+    eagle3_initial_tensors,
+)
 from llm_core.offline.train_head.self_distillation import MAX_LEN, Conversation, SelfDistillation
-from llm_core.offline.train_head.training import Training, TrainingOptions, Unroll
-from llm_core.offline.train_head.training_time_test import medusa_outputs, unrolled
+from llm_core.offline.train_head.training import RunSteps, Training, TrainingOptions
+from llm_core.offline.train_head.training_time_test import eagle_outputs, medusa_outputs
 from llm_core.quant import float_rows
 from llm_core.speculative import (
     TENSORS_NAME,
@@ -38,7 +46,7 @@ from llm_core.speculative import (
     HeadConfig,
     HeadFile,
     MedusaHeads,
-    TargetRows,
+    TargetEmbeddings,
     fingerprint,
     head_shapes,
     read_head,
@@ -47,12 +55,12 @@ from llm_core.speculative import (
 )
 
 _BLOCK_SIZE = 16
-_HELD_OUT_EVERY = 32  # conversations of a file
-_MOST_HELD_OUT = 96
-_START_EXAMPLES = 1500  # conversations for the regression
+_HELD_OUT_EVERY = 32  # conversations of a file; one of them is for evaluation
+_MAX_HELD_OUT = 96
+_RIDGE_EXAMPLES = 1500  # conversations for the initial regression
 _NUM_MEDUSA_HEADS = 3
 _OPENING_WORDS = 4
-_COUNTS = ("answer_tokens", "anchors_trained_on", "steps")  # of a head's card
+_CARD_COUNTS = ("answer_tokens", "anchors_trained_on", "steps")  # of a head's card
 
 
 def train(
@@ -64,8 +72,8 @@ def train(
         raise InvalidRequestError(f"{options.out_dir} holds a head already: choose another one")
     with open_model(options.model_path) as opened:
         config = opened.model.config
-        mark = fingerprint(config, opened.model.weights)
-        directory = options.data_dir / mark
+        target_fingerprint = fingerprint(config, opened.model.weights)
+        directory = options.data_dir / target_fingerprint
         _extend_corpus(opened, options, directory, progress)
         torch.set_num_threads(options.num_threads)
         corpus = _Corpus(directory, config.hidden_size, is_narrow=options.kind != "eagle3")
@@ -74,37 +82,42 @@ def train(
             raise InvalidRequestError(
                 f"{directory} holds too few conversations to train on: let the model talk longer"
             )
-        # In float32 at once: every batch reads thousands of rows.
-        rows = TargetRows.of(config, opened.model.weights)
-        embedding = float_rows(rows.embedding, torch.arange(config.vocab_size))
-        rows = TargetRows(embedding, rows.head, rows.embedding_scale)
-        start = _start(options, config, mark)
+        # Embedding in float32: every batch reads thousands of its rows.
+        shared = TargetEmbeddings.of(config, opened.model.weights)
+        embedding = float_rows(shared.embedding, torch.arange(config.vocab_size))
+        shared = TargetEmbeddings(embedding, shared.lm_head, shared.embedding_scale)
+        start = _start_head(options, config, target_fingerprint)
         if start is None:
-            words = _words(directory, options, corpus, config.vocab_size)
-            head_config = _head_config(options, config, len(words), opened.model.name, mark)
+            draft_ids = _draft_vocabulary(directory, options, corpus, config.vocab_size)
+            head_config = _head_config(
+                options, config, len(draft_ids), opened.model.name, target_fingerprint
+            )
         else:
-            words = target_ids(start.config, start.tensors)
-            name = opened.model.name
-            head_config = replace(start.config, target_name=name, target_fingerprint=mark)
-        teacher = Teacher(config, opened.model.weights, rows)
+            draft_ids = target_ids(start.config, start.tensors)
+            head_config = replace(
+                start.config,
+                target_name=opened.model.name,
+                target_fingerprint=target_fingerprint,
+            )
+        teacher = Teacher(config, opened.model.weights, shared)
         state_path = directory / f"head-{options.kind}" / "state.safetensors"
         progress("start", 0, 1)
-        learner, unroll = _learner(
+        trained, run_steps = _trainable_head(
             head_config,
-            words,
+            draft_ids,
             corpus,
             teacher,
             is_new=not state_path.exists(),
             start=None if start is None else start.tensors,
         )
         progress("start", 1, 1)
-    embedding_rms = float(embedding.square().mean().sqrt()) * rows.embedding_scale
+    embedding_rms = float(embedding.square().mean().sqrt()) * shared.embedding_scale
     training = Training(
-        learner,
-        unroll,
+        trained,
+        run_steps,
         Objective(
-            learner.words,
-            words,
+            trained.lm_head,
+            draft_ids,
             config.vocab_size,
             regresses_features=options.kind == "eagle1",
         ),
@@ -118,8 +131,8 @@ def train(
     chain_lens = training.measure(corpus.held_out)
     card = _card(options, corpus, training, chain_lens)
     if start is not None:
-        card["begun_with"] = {name: start.card.get(name) for name in _COUNTS}
-    head = HeadFile(head_config, learner.tensors(), card)
+        card["begun_with"] = {name: start.card.get(name) for name in _CARD_COUNTS}
+    head = HeadFile(head_config, trained.tensors(), card)
     write_head(options.out_dir, head, is_int8=True)
     return TrainHeadReport(
         chain_lens=chain_lens,
@@ -132,7 +145,7 @@ def train(
 
 
 class _Corpus:
-    """What is on disk, as examples; ``load`` adds files that have come since."""
+    """The examples of a corpus; ``load`` adds those of new files."""
 
     def __init__(self, directory: Path, hidden_size: int, *, is_narrow: bool) -> None:
         self._directory = directory
@@ -143,12 +156,12 @@ class _Corpus:
         self.num_answer_tokens = 0
 
     def load(self) -> list[Example]:
-        """All examples to train on."""
+        """All training examples."""
         for path in corpus_files(self._directory):
             if path in self._known:
                 continue
             if not has_features(path):
-                continue  # come since, from a program that keeps none; the next run captures them
+                continue  # a new file of another program; the next run captures them
             self._known.add(path)
             for index, conversation in enumerate(read_conversations(path)):
                 self._add(conversation, is_held_out=index % _HELD_OUT_EVERY == 0)
@@ -161,7 +174,7 @@ class _Corpus:
         example = example_of(conversation, self._width)
         if not is_held_out:
             self.examples.append(example)
-        elif len(self.held_out) < _MOST_HELD_OUT:
+        elif len(self.held_out) < _MAX_HELD_OUT:
             self.held_out.append(example)
 
 
@@ -178,7 +191,7 @@ def _extend_corpus(
     runner = ModelRunner.of(opened.model, engine_config)
     runner.set_feature_layers(feature_layers(config))
     if options.talk_s > 0:
-        talk(
+        generate_corpus(
             runner,
             opened.tokenizer,
             opened.template,
@@ -208,26 +221,28 @@ def _openings(text: str | None) -> list[str]:
     return sorted({" ".join(part) for part in words if part})
 
 
-def _words(
+def _draft_vocabulary(
     directory: Path, options: TrainHeadOptions, corpus: _Corpus, vocab_size: int
 ) -> torch.Tensor:
-    """int64 [V] ascending; the same in every run on a corpus, or a training could not go on."""
+    """int64 [V] ascending; stored, since a later run can only resume with the same one."""
     if options.draft_vocab == 0 or options.draft_vocab >= vocab_size:
         return torch.arange(vocab_size)
     path = directory / f"words-{options.draft_vocab}.safetensors"
     if not path.exists():
-        words = draft_vocabulary(corpus.examples, options.draft_vocab, vocab_size)
-        write_safetensors(path, {"target_ids": words})
+        ids = draft_vocabulary(corpus.examples, options.draft_vocab, vocab_size)
+        write_safetensors(path, {"target_ids": ids})
     with SafetensorsFile(path) as file:
         return file.read("target_ids")
 
 
-def _start(options: TrainHeadOptions, target: ModelConfig, mark: str) -> HeadFile | None:
-    """The head to begin with. Raises ModelLoadError, InvalidRequestError for one that cannot be
-    trained on this data."""
+def _start_head(
+    options: TrainHeadOptions, target: ModelConfig, target_fingerprint: str
+) -> HeadFile | None:
+    """The head whose weights training starts with, if one is given. Raises ModelLoadError, or
+    InvalidRequestError for one that cannot be trained on this corpus."""
     if options.start_dir is None:
         return None
-    head = read_head(options.start_dir, target, mark)
+    head = read_head(options.start_dir, target, target_fingerprint)
     config, layers = head.config, feature_layers(target)
     if config.kind != options.kind:
         raise InvalidRequestError(
@@ -246,16 +261,20 @@ def _start(options: TrainHeadOptions, target: ModelConfig, mark: str) -> HeadFil
 
 
 def _head_config(
-    options: TrainHeadOptions, target: ModelConfig, num_words: int, name: str, mark: str
+    options: TrainHeadOptions,
+    target: ModelConfig,
+    draft_vocab_size: int,
+    name: str,
+    target_fingerprint: str,
 ) -> HeadConfig:
     is_eagle3 = options.kind == "eagle3"
     is_medusa = options.kind == "medusa"
-    has_draft_vocab = options.kind != "eagle1" and num_words < target.vocab_size
+    has_draft_vocab = options.kind != "eagle1" and draft_vocab_size < target.vocab_size
     return HeadConfig(
         kind=options.kind,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        draft_vocab_size=num_words if has_draft_vocab else target.vocab_size,
+        draft_vocab_size=draft_vocab_size if has_draft_vocab else target.vocab_size,
         feature_layers=feature_layers(target) if is_eagle3 else (target.num_layers,),
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
@@ -270,39 +289,40 @@ def _head_config(
         has_draft_vocab=has_draft_vocab,
         num_medusa_heads=_NUM_MEDUSA_HEADS if is_medusa else 0,
         target_name=name,
-        target_fingerprint=mark,
+        target_fingerprint=target_fingerprint,
     )
 
 
-def _learner(
+def _trainable_head(
     config: HeadConfig,
-    words: torch.Tensor,
+    draft_ids: torch.Tensor,
     corpus: _Corpus,
     teacher: Teacher,
     *,
     is_new: bool,
     start: dict[str, torch.Tensor] | None,
-) -> tuple[EagleHead | MedusaHeads, Unroll]:
-    """The head at its start (zeros where a state will be taken up), and how its steps are run.
-    ``start``: what it has then, if not what a regression finds."""
-    examples = corpus.examples[:_START_EXAMPLES]
+) -> tuple[EagleHead | MedusaHeads, RunSteps]:
+    """The head with initial weights, and the function that runs its steps. Weights are ``start``,
+    else zeros where a checkpoint will be restored (not ``is_new``) and for Medusa, else those of
+    ridge regression."""
+    examples = corpus.examples[:_RIDGE_EXAMPLES]
     tensors: dict[str, torch.Tensor] = {}
     if config.has_draft_vocab:
-        tensors["d2t"] = words - torch.arange(len(words))
+        tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
     if start is not None:
         tensors |= start
     elif not is_new or config.kind == "medusa":
         tensors |= {name: torch.zeros(shape) for name, shape in head_shapes(config).items()}
     if config.kind == "medusa":
-        heads = MedusaHeads(config, tensors, teacher.rows)
+        heads = MedusaHeads(config, tensors, teacher.embeddings)
         return heads, lambda batch, shares, generator: medusa_outputs(heads, batch)
     if is_new and start is None:
-        regression = ridge_start if config.kind == "eagle3" else eagle1_start
+        regression = eagle3_initial_tensors if config.kind == "eagle3" else eagle1_initial_tensors
         tensors |= regression(config, examples, teacher)
-    head = EagleHead(config, tensors, teacher.rows, max_context=MAX_LEN)
-    if config.kind == "eagle1":  # words are said over all; for the loss the common ones suffice
-        head.words = teacher.rows.head_rows(words)
-    return head, lambda batch, shares, generator: unrolled(head, batch, shares, generator)
+    head = EagleHead(config, tensors, teacher.embeddings, max_context=MAX_LEN)
+    if config.kind == "eagle1":  # drafts from all tokens; for the loss the frequent ones suffice
+        head.lm_head = teacher.embeddings.lm_head_rows(draft_ids)
+    return head, lambda batch, shares, generator: eagle_outputs(head, batch, shares, generator)
 
 
 def _card(

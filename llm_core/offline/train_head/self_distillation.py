@@ -1,8 +1,8 @@
-"""Conversations to train on, written by the target: the user's turns too, and then the answers.
+"""Self-distillation data: conversations of which the target generates both sides.
 
-Answers are sampled as the engine samples them when it serves (same sampler, temperatures of real
-use), so that a head learns what it will be asked to draft. Streams come and go in one batch; what
-they share (the instructions at the start) is computed once.
+Answers are sampled as when serving (same sampler, typical temperatures), so that a head is trained
+on the distribution that it will draft. Conversations run in one continuous batch; the instructions
+at their start are computed once and shared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.chat import ChatTemplate
 from llm_core.messages import SamplingParams
 from llm_core.model import ModelRunner
-from llm_core.offline.self_text import TurnGlue, turn_glue
+from llm_core.offline.self_text import TurnSeparators, turn_separators
 from llm_core.offline.train_head.topics import (
     CASED_OPENINGS,
     GENERAL_OPENINGS,
@@ -31,23 +31,23 @@ from llm_core.sampling import SamplerState, sample_row
 from llm_core.tokenizer import Tokenizer
 
 MAX_LEN = 448  # tokens of a conversation
-_MOST_SHARED = 64  # tokens of instructions that are computed once for all
-_USER_LENGTHS = (8, 28)  # longer turns are cut, as a caller is by noise
+_MAX_SHARED_LEN = 64  # tokens of instructions whose KV conversations share
+_USER_LENGTHS = (8, 28)  # range of limits in tokens at which user turns are cut
 _MIN_USER_LEN = 3
-_ANSWER_LENGTHS = (40, 150)
+_ANSWER_LENGTHS = (40, 150)  # range of limits in tokens
 _USER_PARAMS = SamplingParams(temperature=0.9, top_k=200)
 _TEMPERATURES = ((0.0, 0.3), (0.2, 0.2), (0.7, 0.35), (1.0, 0.15))
-_NUM_TURNS = ((1, 0.5), (2, 0.3), (3, 0.2))
-_SHARE_OF_PARLEY, _SHARE_WITHOUT = 0.5, 0.25
-_LARGEST = torch.finfo(torch.float16).max
-_T = TypeVar("_T")
-_SHARE_OF_GIVEN = 1.0  # as much as all others together
+_NUM_TURNS = ((1, 0.5), (2, 0.3), (3, 0.2))  # with probabilities, as _TEMPERATURES
+_PARLEY_SHARE, _NO_INSTRUCTIONS_SHARE = 0.5, 0.25  # of conversations
+_GIVEN_OPENINGS_WEIGHT = 1.0  # as much as all others together
 _STORY_LENGTHS = (20, 80)
+_MAX_FLOAT16 = torch.finfo(torch.float16).max
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class _OpeningKind:
-    """First words of what users say, and the lengths in tokens at which such a turn is cut."""
+    """First words of user turns, their weight, and the range of limits in tokens of such turns."""
 
     openings: Sequence[str]
     weight: float
@@ -64,10 +64,10 @@ _OPENING_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``is_answer[i]``: token i was said by the assistant (the end of its turn included).
+    """``is_answer[i]``: token i is the assistant's (including its end of turn).
 
-    ``features`` float16 [num tokens - 1, K * hidden_size] are those of all tokens but the last;
-    None when the runner was not asked for any.
+    ``features`` float16 [num tokens - 1, K * hidden_size]: of all tokens but the last; None if they
+    were not captured.
     """
 
     token_ids: list[int]
@@ -77,15 +77,15 @@ class Conversation:
 
     @property
     def num_answer_tokens(self) -> int:
-        """What there is to learn from."""
+        """Tokens of the assistant."""
         return sum(self.is_answer)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """Instructions whose first ``length`` tokens are kept in whole blocks that streams share."""
+    """Instructions whose first ``length`` tokens fill blocks that conversations share."""
 
-    glue: TurnGlue
+    separators: TurnSeparators
     block_ids: tuple[int, ...]
     length: int
     features: torch.Tensor | None
@@ -93,7 +93,7 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Stream:
-    """A conversation that is being written: ``new_ids`` wait to be computed from ``start`` on."""
+    """A conversation in the making; tokens from ``start`` on are not computed yet."""
 
     prefix: _Prefix
     block_ids: tuple[int, ...]
@@ -118,7 +118,7 @@ class _Stream:
 
 
 class SelfDistillation:
-    """Writes conversations without end. The runner's pool is used from block 0 on."""
+    """An endless generator of conversations. Uses the runner's KV blocks from 0 on."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class SelfDistillation:
         seed: int,
         openings: Sequence[str] = (),
     ) -> None:
-        """``openings``: more first words of what users say. Raises InvalidRequestError as
-        ``turn_glue``."""
+        """``openings``: further first words of user turns. Raises InvalidRequestError as
+        ``turn_separators``."""
         self._runner = runner
         self._tokenizer = tokenizer
         self._rng = random.Random(seed)
-        given = (_OpeningKind(openings, _SHARE_OF_GIVEN),) if openings else ()
+        given = (_OpeningKind(openings, _GIVEN_OPENINGS_WEIGHT),) if openings else ()
         kinds = (*_OPENING_KINDS, *given)
         self._kinds = tuple((kind, kind.weight) for kind in kinds)
         self._eos = tokenizer.eos_ids
@@ -145,26 +145,26 @@ class SelfDistillation:
         self._max_len = min(MAX_LEN, runner.max_context)
         self._next_block = 0
         self._prefixes = {
-            text: self._share(turn_glue(tokenizer, template, text))
+            text: self._make_prefix(turn_separators(tokenizer, template, text))
             for text in (None, PARLEY_INSTRUCTIONS, *OTHER_INSTRUCTIONS)
         }
         blocks_each = -(-self._max_len // runner.block_size)
-        self._free = [self._take_blocks(blocks_each) for _ in range(num_streams)]
+        self._free = [self._allocate_blocks(blocks_each) for _ in range(num_streams)]
 
     @staticmethod
     def num_blocks(num_streams: int, block_size: int) -> int:
-        """What the runner's pool must hold."""
+        """The number of KV blocks that the runner must have."""
         per_stream = -(-MAX_LEN // block_size)
         return num_streams * per_stream + (2 + len(OTHER_INSTRUCTIONS)) * (
-            _MOST_SHARED // block_size
+            _MAX_SHARED_LEN // block_size
         )
 
     def conversations(self) -> Iterator[Conversation]:
-        """Finished ones as they come."""
+        """Conversations in the order in which they end."""
         streams: list[_Stream] = []
         while True:
             while self._free:
-                streams.append(self._open(self._free.pop()))
+                streams.append(self._start_stream(self._free.pop()))
             logits = self._step(streams)
             going = []
             for stream, row in zip(streams, logits, strict=True):
@@ -176,38 +176,38 @@ class SelfDistillation:
                         yield self._finished(stream)
             streams = going
 
-    def _take_blocks(self, count: int) -> tuple[int, ...]:
+    def _allocate_blocks(self, count: int) -> tuple[int, ...]:
         first, self._next_block = self._next_block, self._next_block + count
         assert self._next_block <= self._runner.num_blocks, "the pool is smaller than num_blocks()"
         return tuple(range(first, self._next_block))
 
-    def _share(self, glue: TurnGlue) -> _Prefix:
-        """Computes the whole blocks of an opening; the rest of it is each stream's own."""
+    def _make_prefix(self, separators: TurnSeparators) -> _Prefix:
+        """Computes the full blocks of an opening; its rest is computed in each conversation."""
         size = self._runner.block_size
-        length = min(_MOST_SHARED, len(glue.opening) - 1) // size * size
+        length = min(_MAX_SHARED_LEN, len(separators.opening) - 1) // size * size
         if length == 0:
-            return _Prefix(glue, (), 0, None)
-        block_ids = self._take_blocks(length // size)
+            return _Prefix(separators, (), 0, None)
+        block_ids = self._allocate_blocks(length // size)
         batch = ForwardBatch(
-            torch.tensor(glue.opening[:length]),
+            torch.tensor(separators.opening[:length]),
             (Segment(block_ids, 0, length),),
             torch.tensor([length - 1]),
             wants_features=True,
         )
         features = self._runner.forward(batch).features
-        return _Prefix(glue, block_ids, length, stored_features(features))
+        return _Prefix(separators, block_ids, length, stored_features(features))
 
-    def _open(self, own_blocks: tuple[int, ...]) -> _Stream:
+    def _start_stream(self, own_blocks: tuple[int, ...]) -> _Stream:
         rng = random.Random(self._rng.getrandbits(64))
         at = rng.random()
-        if at < _SHARE_OF_PARLEY:
+        if at < _PARLEY_SHARE:
             prefix = self._prefixes[PARLEY_INSTRUCTIONS]
-        elif at < 1 - _SHARE_WITHOUT:
+        elif at < 1 - _NO_INSTRUCTIONS_SHARE:
             prefix = self._prefixes[rng.choice(OTHER_INSTRUCTIONS)]
         else:
             prefix = self._prefixes[None]
         opening, turn_limit = self._opening(rng)
-        ids = [*prefix.glue.opening, *opening]
+        ids = [*prefix.separators.opening, *opening]
         features = [] if prefix.features is None else [prefix.features]
         return _Stream(
             prefix=prefix,
@@ -224,13 +224,14 @@ class SelfDistillation:
         )
 
     def _opening(self, rng: random.Random) -> tuple[list[int], int]:
-        """The first words of a user's turn, and how many tokens it may have."""
+        """The first tokens of a user turn, and its maximum length in tokens."""
         kind = _pick(rng, self._kinds)
-        words = self._tokenizer.encode(rng.choice(kind.openings))
-        return words, rng.randint(*kind.user_lengths)
+        first_ids = self._tokenizer.encode(rng.choice(kind.openings))
+        return first_ids, rng.randint(*kind.user_lengths)
 
     def _step(self, streams: list[_Stream]) -> torch.Tensor:
-        """Computes what waits; logits [len(streams), vocab_size] after each stream's last token."""
+        """Computes the new tokens of all streams; logits [len(streams), vocab_size] after the last
+        of each."""
         token_ids: list[int] = []
         segments, last_rows = [], []
         for stream in streams:
@@ -253,16 +254,17 @@ class SelfDistillation:
         return result.logits
 
     def _advance(self, stream: _Stream, logits: torch.Tensor) -> bool:
-        """Adds the next token, and what the template dictates after it. False: it is finished."""
+        """Samples the next token and adds the template's tokens after it. False: the conversation
+        is over."""
         banned = self._eos if stream.is_user and stream.turn_len < _MIN_USER_LEN else ()
         token = sample_row(logits.numpy(), stream.sampler(), len(stream.ids), banned=banned)
         stream.turn_len += 1
         is_end = token in self._eos
-        glue = stream.prefix.glue
+        separators = stream.prefix.separators
         if stream.is_user:
             is_line_end = token in self._line_ends and stream.turn_len > 1
             if is_end or is_line_end or stream.turn_len >= stream.turn_limit:
-                self._extend(stream, glue.to_assistant)
+                self._extend(stream, separators.to_assistant)
                 stream.is_user, stream.turn_len = False, 0
                 stream.turn_limit = stream.rng.randint(*_ANSWER_LENGTHS)
             else:
@@ -274,9 +276,9 @@ class SelfDistillation:
         stream.turns_left -= 1
         if stream.turns_left == 0:
             return False
-        # The end of the turn has been said: the first token of the glue is there already.
+        # The end-of-turn token was sampled: it is the first of the separator.
         opening, stream.turn_limit = self._opening(stream.rng)
-        self._extend(stream, [*glue.to_user[1:], *opening])
+        self._extend(stream, [*separators.to_user[1:], *opening])
         stream.is_user, stream.turn_len = True, 0
         return self._has_room(stream)
 
@@ -296,10 +298,10 @@ class SelfDistillation:
 
 
 def stored_features(features: torch.Tensor | None) -> torch.Tensor | None:
-    """float16: hidden states of some models' first tokens exceed its range and are clamped."""
+    """As float16, clamped: hidden states of some models' first tokens exceed its range."""
     if features is None:
         return None
-    return features.clamp(-_LARGEST, _LARGEST).half()
+    return features.clamp(-_MAX_FLOAT16, _MAX_FLOAT16).half()
 
 
 def _pick(rng: random.Random, choices: Sequence[tuple[_T, float]]) -> _T:

@@ -1,7 +1,7 @@
-"""What self-written conversations are about: instructions, and the first words of what users say.
+"""Instructions and first words of user turns for self-distillation.
 
-The target model completes every user turn itself; these beginnings only steer it towards what a
-voice assistant is asked, and keep a hundred thousand turns from being the same hundred.
+The target completes every user turn itself; the openings steer it towards what a voice assistant is
+asked, and keep the turns diverse.
 """
 
 from __future__ import annotations

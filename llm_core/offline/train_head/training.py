@@ -1,4 +1,4 @@
-"""Trains a draft head on conversations with features; can be stopped and taken up again."""
+"""The training loop of a draft head, resumable from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from llm_core.offline.train_head.examples import Example, batches
 from llm_core.offline.train_head.objective import Objective, accepted_lengths
 from llm_core.offline.train_head.training_time_test import StepOutput
 
-_REGRESSED = ("fc.weight", "embedding_proj.weight", "hidden_proj.weight")
+_INITIALISED_BY_RIDGE = ("fc.weight", "embedding_proj.weight", "hidden_proj.weight")
 _WARM_UP_STEPS = 80
-_LARGEST_GRADIENT = 1.0
+_MAX_GRADIENT_NORM = 1.0
 _BETAS = (0.9, 0.95)
 _SMOOTHING = 0.98
-_STEP_SHARES = (1.0, 0.4, 0.4, 0.4)  # of the anchors, by step: see ``unroll.unrolled``
-DEPTH = len(_STEP_SHARES)  # steps that are trained and measured
+_STEP_SHARES = (1.0, 0.4, 0.4, 0.4)  # of the anchors, by step: ``eagle_outputs``
+DEPTH = len(_STEP_SHARES)  # of the chains that are trained and measured
 _BATCH_ANCHORS = 512
 _LEARNING_RATE = 5e-4
-_REGRESSED_LEARNING_RATE = 1.5e-4
+_RIDGE_LEARNING_RATE = 1.5e-4
 _SAVE_EVERY_S = 120.0
 _MEASURE_EVERY_S = 300.0
 
-Unroll = Callable[[Sequence[Example], Sequence[float], torch.Generator], list[StepOutput]]
-"""(batch, share of the anchors that goes on to each step, random numbers) -> the steps' outputs"""
+RunSteps = Callable[[Sequence[Example], Sequence[float], torch.Generator], list[StepOutput]]
+"""(batch, share of the anchors by step, generator) -> the outputs of the steps"""
 
 
-class Learner(Protocol):
-    """A head: what is trained, and what its outputs say."""
+class TrainableHead(Protocol):
+    """A head whose ``weights`` are trained."""
 
     weights: dict[str, torch.Tensor]
 
-    def word_logits(self, output: torch.Tensor) -> torch.Tensor: ...
+    def draft_logits(self, output: torch.Tensor) -> torch.Tensor:
+        """[A, H] -> [A, draft_vocab_size]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """``train_s`` seconds in all, those before a restart included: the learning rate falls with
-    time, along a cosine to zero. ``is_bfloat16``: products of a step are made in bfloat16; weights,
-    sums and the optimiser stay in float32."""
+    """``train_s``: seconds of training, including those before a restart; the learning rate follows
+    a cosine over them, to zero. ``is_bfloat16``: matrix products in bfloat16; weights, sums and the
+    optimiser in float32."""
 
     train_s: float
     seed: int
@@ -55,24 +56,24 @@ class TrainingOptions:
 
 
 class Training:
-    """One run. ``head.weights`` are trained in place."""
+    """A training run. ``head.weights`` are trained in place."""
 
     def __init__(
         self,
-        head: Learner,
-        unroll: Unroll,
+        head: TrainableHead,
+        run_steps: RunSteps,
         objective: Objective,
         options: TrainingOptions,
         *,
         state_path: Path,
         embedding_rms: float,
     ) -> None:
-        """Takes up what ``state_path`` holds, if it is there; a training that came to its end
-        is done once more from its weights. ``embedding_rms``: of the target's
-        embedding; its projection learns in inverse proportion. Raises ModelLoadError for a state
-        that is not sound or of another head."""
+        """Resumes from the checkpoint at ``state_path`` if there is one; a run that was complete
+        starts again from its weights. ``embedding_rms``: of the target's embedding; the learning
+        rate of its projection is inversely proportional. Raises ModelLoadError for a checkpoint
+        that is damaged or of another head."""
         self.head = head
-        self._unroll = unroll
+        self._run_steps = run_steps
         self._objective = objective
         self._options = options
         self._state_path = state_path
@@ -100,7 +101,8 @@ class Training:
         held_out: Sequence[Example],
         on_progress: Callable[[HeadProgress], None],
     ) -> None:
-        """Until the time is over. ``load`` is called for each epoch: new files may have come."""
+        """Trains until ``train_s`` are over. ``load`` is called in each epoch: the corpus may have
+        grown."""
         options = self._options
         generator = torch.Generator().manual_seed(options.seed + self.step)
         rates = [0.0] * DEPTH
@@ -131,25 +133,26 @@ class Training:
         self.save()
 
     def measure(self, held_out: Sequence[Example]) -> tuple[float, float]:
-        """Accepted length of chains of DEPTH on (near-greedy, other) answers; nan for none."""
+        """Accepted lengths of chains of DEPTH on (near-greedy, other) answers; nan without any."""
         generator = torch.Generator()
         result = []
         for is_greedy in (True, False):
             chosen = [e for e in held_out if (e.temperature < 0.3) == is_greedy]
-            tokens = rounds = 0
+            tokens = num_steps = 0
             with torch.no_grad():
                 for batch in batches(chosen, _BATCH_ANCHORS, 0):
                     matches = []
-                    for output in self._unroll(batch, (1.0,) * DEPTH, generator):
-                        drafted = self.head.word_logits(output.output).argmax(-1)
-                        matches.append((output.rows, drafted == self._index[output.words]))
+                    for output in self._run_steps(batch, (1.0,) * DEPTH, generator):
+                        drafted = self.head.draft_logits(output.output).argmax(-1)
+                        is_accepted = drafted == self._index[output.labels]
+                        matches.append((output.anchor_index, is_accepted))
                     more = accepted_lengths(batch, matches, DEPTH)
-                    tokens, rounds = tokens + more[0], rounds + more[1]
-            result.append(tokens / rounds if rounds else math.nan)
+                    tokens, num_steps = tokens + more[0], num_steps + more[1]
+            result.append(tokens / num_steps if num_steps else math.nan)
         return result[0], result[1]
 
     def save(self) -> None:
-        """Weights and the optimiser's state, whole or not at all."""
+        """Writes weights and the optimiser's state, atomically."""
         tensors = {
             "counts": torch.tensor([self.step, self.epoch, self.num_anchors]),
             "elapsed_s": torch.tensor([self.elapsed_s], dtype=torch.float64),
@@ -191,7 +194,7 @@ class Training:
                     }
             self.step, self.epoch, self.num_anchors = file.read("counts").tolist()
             self.elapsed_s = float(file.read("elapsed_s")[0])
-            if self.elapsed_s >= self._options.train_s:  # it was finished: once more, from there
+            if self.elapsed_s >= self._options.train_s:  # complete: start again from there
                 self.elapsed_s, self.step = 0.0, 0
 
     def _train_step(
@@ -203,24 +206,24 @@ class Training:
         total = torch.zeros(())
         rates = []
         with torch.autocast("cpu", torch.bfloat16, enabled=self._options.is_bfloat16):
-            for j, output in enumerate(self._unroll(batch, _STEP_SHARES, generator)):
-                logits = self.head.word_logits(output.output)
-                loss, is_right = self._objective.loss(j, output, logits, self._index)
+            for j, output in enumerate(self._run_steps(batch, _STEP_SHARES, generator)):
+                logits = self.head.draft_logits(output.output)
+                loss, is_accepted = self._objective.loss(j, output, logits, self._index)
                 total = total + loss
-                rates.append(float(is_right.float().mean()))
+                rates.append(float(is_accepted.float().mean()))
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(list(self.head.weights.values()), _LARGEST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(list(self.head.weights.values()), _MAX_GRADIENT_NORM)
         self._optimizer.step()
         self.step += 1
         self.num_anchors += sum(len(example.anchors) for example in batch)
         return float(total.detach()), rates
 
     def _rate(self, name: str, embedding_rms: float) -> float:
-        if name not in _REGRESSED:
+        if name not in _INITIALISED_BY_RIDGE:
             return _LEARNING_RATE
-        rate = _REGRESSED_LEARNING_RATE
-        # AdamW's steps have the size of the rate whatever the input's scale is.
+        rate = _RIDGE_LEARNING_RATE
+        # AdamW's step size does not depend on the scale of the input.
         return rate / embedding_rms if name == "embedding_proj.weight" else rate
 
     def _rate_share(self) -> float:

@@ -1,95 +1,96 @@
-"""What a drafter's probabilities are worth: how often drafts were right, by what was said of them.
+"""Calibration of a drafter's probabilities against how often its drafts are accepted.
 
-Drafters boast, and how likely a token is that will be drawn is a guess (``grow.draw_odds``); what
-came true corrects both.
+Draft models are overconfident, and the probability that a token is drawn by a given random number
+is itself an estimate (``tree_expansion.proposal_probs``). Acceptance rates are therefore kept by
+bucket of the drafter's probability.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-_NUM_BUCKETS = 10  # of probabilities that the drafter gives
-_PRIOR = 6.0  # verified drafts after which what came true counts as much as what was said
-_FORGET = 0.995
+NUM_BUCKETS = 10  # of the drafter's probabilities, of equal width
+PRIOR_DRAFTS = 6.0  # weight of the drafter's own probability, in verified drafts
+DECAY = 0.995  # of older drafts, for each newer one in the same bucket
 
 
 class AcceptanceCalibration:
-    """Shares of right drafts in buckets of what was said, and of drafts that follow a right one."""
+    """Acceptance rates by bucket of the drafter's probability, and by depth (first or later)."""
 
     def __init__(self) -> None:
-        middles = [(bucket + 0.5) / _NUM_BUCKETS for bucket in range(_NUM_BUCKETS)]
-        self._right = [_PRIOR * middle for middle in middles]
-        self._all = [_PRIOR] * _NUM_BUCKETS
-        self._right_after = self._all_after = 0.0
-        self._right_first = self._all_first = 0.0
-        self._proposed = [0.0] * (_NUM_BUCKETS + 1)  # the last: nothing was
-        self.num_proposed = 0
+        middles = [(bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
+        self._accepted = [PRIOR_DRAFTS * middle for middle in middles]
+        self._verified = [PRIOR_DRAFTS] * NUM_BUCKETS
+        self._accepted_later = self._verified_later = 0.0
+        self._accepted_first = self._verified_first = 0.0
+        self._proposed = [0.0] * (NUM_BUCKETS + 1)  # the last one: nothing was proposed
+        self.num_proposals = 0
 
-    def proposed(self, said: float | None) -> None:
-        """What was said of a sequence's likeliest first draft, verified or not; None: it had
-        none."""
-        self.num_proposed += 1
+    def record_proposal(self, probability: float | None) -> None:
+        """The probability of a sequence's best first draft, verified or not; None: it had none."""
+        self.num_proposals += 1
         for bucket in range(len(self._proposed)):
-            self._proposed[bucket] *= _FORGET
-        self._proposed[_NUM_BUCKETS if said is None else self._bucket(said)] += 1
+            self._proposed[bucket] *= DECAY
+        self._proposed[NUM_BUCKETS if probability is None else self._bucket(probability)] += 1
 
-    def surest(self) -> Iterator[tuple[float, float]]:
-        """The surest first drafts, more and more of them: which share of all sequences they are,
-        and how many of a sequence's are right."""
-        total = max(1.0, sum(self._proposed))
-        share = right = 0.0
-        for bucket in range(_NUM_BUCKETS - 1, -1, -1):
-            part = self._proposed[bucket] / total
-            share += part
-            right += part * self.corrected((bucket + 0.5) / _NUM_BUCKETS)
-            yield share, right
-
-    def observe(
-        self, said: float, *, is_right: bool, depth: int = 1, is_sibling: bool = False
+    def record_verified(
+        self, probability: float, *, is_accepted: bool, depth: int = 1, is_sibling: bool = False
     ) -> None:
-        """One verified draft, whose parent was right. A sibling comes after a better draft with the
-        same parent: ``first`` and ``later`` are not of such."""
-        bucket = self._bucket(said)
-        self._right[bucket] = _FORGET * self._right[bucket] + is_right
-        self._all[bucket] = _FORGET * self._all[bucket] + 1
+        """One verified draft whose parent was accepted. ``is_sibling``: a more likely draft has the
+        same parent; such drafts do not count in the rates by depth."""
+        bucket = self._bucket(probability)
+        self._accepted[bucket] = DECAY * self._accepted[bucket] + is_accepted
+        self._verified[bucket] = DECAY * self._verified[bucket] + 1
         if is_sibling:
             return
         if depth > 1:
-            self._right_after = _FORGET * self._right_after + is_right
-            self._all_after = _FORGET * self._all_after + 1
+            self._accepted_later = DECAY * self._accepted_later + is_accepted
+            self._verified_later = DECAY * self._verified_later + 1
         else:
-            self._right_first = _FORGET * self._right_first + is_right
-            self._all_first = _FORGET * self._all_first + 1
+            self._accepted_first = DECAY * self._accepted_first + is_accepted
+            self._verified_first = DECAY * self._verified_first + 1
 
-    def corrected(self, said: float) -> float:
-        """What ``said`` is worth."""
-        bucket = self._bucket(said)
-        return min(1.0, self._right[bucket] / self._all[bucket])
+    def acceptance_rate(self, probability: float) -> float:
+        """The calibrated probability that a draft of this probability is accepted."""
+        bucket = self._bucket(probability)
+        return min(1.0, self._accepted[bucket] / self._verified[bucket])
 
-    def said_for(self, worth: float) -> float:
-        """The least that a drafter says of drafts that are worth ``worth`` or more; above 1 if
-        none are. Between the middles of buckets on a line."""
+    def probability_for_rate(self, rate: float) -> float:
+        """The lowest drafter's probability with an acceptance rate of at least ``rate``,
+        interpolated between buckets; above 1 if there is none."""
         middle, before = 0.0, 0.0
-        for bucket in range(_NUM_BUCKETS):
-            middle = (bucket + 0.5) / _NUM_BUCKETS
-            found = self.corrected(middle)
-            if found >= worth:
-                part = 1.0 if found <= before else (worth - before) / (found - before)
-                start = max(0.0, middle - 1 / _NUM_BUCKETS)
+        for bucket in range(NUM_BUCKETS):
+            middle = (bucket + 0.5) / NUM_BUCKETS
+            found = self.acceptance_rate(middle)
+            if found >= rate:
+                part = 1.0 if found <= before else (rate - before) / (found - before)
+                start = max(0.0, middle - 1 / NUM_BUCKETS)
                 return start + max(0.0, min(1.0, part)) * (middle - start)
             before = found
-        return 1.0 if worth <= 1.0 and before > 0.9 * worth else 1.1
+        return 1.0 if rate <= 1.0 and before > 0.9 * rate else 1.1
+
+    def most_confident_first_drafts(self) -> Iterator[tuple[float, float]]:
+        """For growing sets of the most confident first drafts: (share of all sequences that have
+        one in the set, accepted drafts per sequence of the batch)."""
+        total = max(1.0, sum(self._proposed))
+        share = accepted = 0.0
+        for bucket in range(NUM_BUCKETS - 1, -1, -1):
+            part = self._proposed[bucket] / total
+            share += part
+            accepted += part * self.acceptance_rate((bucket + 0.5) / NUM_BUCKETS)
+            yield share, accepted
 
     @property
-    def first(self) -> float:
-        """How often the first draft is right."""
-        return (self._right_first + 0.5 * _PRIOR) / (self._all_first + _PRIOR)
+    def first_draft_rate(self) -> float:
+        """Acceptance rate of the first draft after the text."""
+        return (self._accepted_first + 0.5 * PRIOR_DRAFTS) / (self._verified_first + PRIOR_DRAFTS)
 
     @property
-    def later(self) -> float:
-        """How often the draft behind a right one is right; until that is known, as all drafts."""
-        prior = _PRIOR * sum(self._right) / sum(self._all)
-        return (self._right_after + prior) / (self._all_after + _PRIOR)
+    def later_draft_rate(self) -> float:
+        """Acceptance rate of a draft after an accepted one; that of all drafts until it is
+        known."""
+        prior = PRIOR_DRAFTS * sum(self._accepted) / sum(self._verified)
+        return (self._accepted_later + prior) / (self._verified_later + PRIOR_DRAFTS)
 
-    def _bucket(self, said: float) -> int:
-        return min(int(said * _NUM_BUCKETS), _NUM_BUCKETS - 1)
+    def _bucket(self, probability: float) -> int:
+        return min(int(probability * NUM_BUCKETS), NUM_BUCKETS - 1)

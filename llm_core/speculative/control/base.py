@@ -1,4 +1,4 @@
-"""Whether to draft in a step, and which drafts are worth verifying: what a controller is."""
+"""The interface of a speculation controller, and one with a fixed draft shape."""
 
 from __future__ import annotations
 
@@ -12,65 +12,66 @@ from llm_core.speculative.drafters.base import DraftShape
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """A step before drafts: ``num_rows`` in all, ``num_streams`` of them the one row of a sequence
-    that generates. ``is_patient``: none of these is needed soon."""
+    """A batch before drafts are added: ``num_tokens`` in all, ``num_sequences`` of them the single
+    token of a decoding sequence, the others prompt chunks. ``has_slack``: no deadline of the
+    decoding sequences is near."""
 
-    num_streams: int
-    num_rows: int
-    is_patient: bool = False
+    num_sequences: int
+    num_tokens: int
+    has_slack: bool = False
 
 
 class Controller(Protocol):
-    """Asked before and after drafting, told afterwards what came of it."""
+    """Asked before and after drafting; then given what was accepted and what it took."""
 
-    def shape(self, situation: BatchState) -> DraftShape | None:
-        """How far to draft for each stream; None: not in this step."""
+    def draft_shape(self, batch: BatchState) -> DraftShape | None:
+        """How far to draft for each sequence; None: no drafting in this step."""
 
     @property
-    def listens(self) -> bool:
-        """Whether hidden states that the target computes now may soon be drafted from."""
+    def wants_hidden_states(self) -> bool:
+        """Whether the target's hidden states of this step should be captured for later drafts."""
 
-    def choose(self, trees: Sequence[DraftTree], situation: BatchState) -> list[DraftTree]:
-        """What of the trees, one a stream, is to be verified."""
+    def select_drafts(self, trees: Sequence[DraftTree], batch: BatchState) -> list[DraftTree]:
+        """The part of each sequence's tree that is worth verifying, possibly empty."""
 
-    def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
-        """How long a drafter took for these."""
+    def record_drafting(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
+        """Time that the drafter took for ``trees``."""
 
-    def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """What ``accept`` gave for a tree."""
+    def record_accepted(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """The result of ``accepted_path`` for a verified tree."""
 
-    def stepped(self, num_rows: int, duration_ns: int) -> None:
-        """How long the target took for a step."""
+    def record_forward(self, num_tokens: int, duration_ns: int) -> None:
+        """Time of the target's forward pass."""
 
-    def finished(self, duration_ns: int) -> None:
-        """How long all of a step took for which ``shape`` was asked: drafting, the target, drawing
-        and accepting."""
+    def record_step(self, duration_ns: int) -> None:
+        """Time of the whole step for which ``draft_shape`` was called: drafting, forward pass,
+        sampling and acceptance."""
 
 
 class FixedController:
-    """The same shape in every step, whatever it costs. For measurements and tests."""
+    """Uses the same shape in every step, whatever it costs. For measurements and tests."""
 
     def __init__(self, shape: DraftShape) -> None:
         self._shape = shape
 
-    def shape(self, situation: BatchState) -> DraftShape | None:
+    def draft_shape(self, batch: BatchState) -> DraftShape | None:
         return self._shape
 
     @property
-    def listens(self) -> bool:
+    def wants_hidden_states(self) -> bool:
         return True
 
-    def choose(self, trees: Sequence[DraftTree], situation: BatchState) -> list[DraftTree]:
+    def select_drafts(self, trees: Sequence[DraftTree], batch: BatchState) -> list[DraftTree]:
         return [tree.best(self._shape.max_drafts) for tree in trees]
 
-    def drafted(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
+    def record_drafting(self, trees: Sequence[DraftTree], duration_ns: int) -> None:
         pass
 
-    def verified(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def record_accepted(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         pass
 
-    def stepped(self, num_rows: int, duration_ns: int) -> None:
+    def record_forward(self, num_tokens: int, duration_ns: int) -> None:
         pass
 
-    def finished(self, duration_ns: int) -> None:
+    def record_step(self, duration_ns: int) -> None:
         pass

@@ -1,1 +1,1 @@
-"""TODO llm_core/speculative/drafters."""
+"""Drafters: prompt lookup, EAGLE heads, Medusa heads, draft models."""

@@ -1,8 +1,7 @@
-"""What every drafter is: proposes trees, and watches what the target computes.
+"""The interface of a drafter: proposes token trees, and observes what the target computes.
 
-A drafter is told everything that happens to a sequence's KV, so that one with a KV cache of its own
-can keep it in step: rows that were computed, rows that were copied between blocks, tokens that were
-taken back, the end.
+A drafter is notified of everything that happens to a sequence's KV cache, so that it can keep a
+cache of its own in step: tokens computed, blocks copied, tokens dropped, the sequence closed.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from llm_core.scheduling import BlockCopy, DraftTree, TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How far a drafter goes for one sequence.
+    """Limits on the tree that is drafted for one sequence.
 
-    ``max_drafts`` tokens in all, ``max_depth`` one after another; ``width``: how many are followed
-    at each depth (1: a chain). ``siblings``: further words at each depth of a chain that are
-    proposed but not followed, by drafters that have them at hand. A draft is not worth its row when
-    its path is less likely than ``least_probability``; whoever has nothing better proposes nothing.
-    What would follow a draft whose path is less likely than ``least_followed`` is not worth the
-    time of drafting it.
+    ``max_drafts`` tokens in all, at most ``max_depth`` in a path; ``width`` paths are expanded at
+    each depth (1: a chain). ``siblings``: further candidates at each depth of a chain that are
+    proposed but not expanded, by drafters that get them at no cost. Drafts whose path is less
+    likely than ``min_path_probability`` are not proposed; those whose path is less likely than
+    ``min_expand_probability`` may be proposed but are not expanded.
     """
 
     max_drafts: int
     max_depth: int
     width: int = 1
-    least_probability: float = 0.0
-    least_followed: float = 0.0
+    min_path_probability: float = 0.0
+    min_expand_probability: float = 0.0
     siblings: int = 0
 
 
@@ -42,26 +40,26 @@ class DraftShape:
 class DraftRequest:
     """A sequence whose tokens are all computed but the last one.
 
-    ``params`` are the request's. ``fractions[k]`` in [0, 1) is the random number with which the
-    target will draw the k-th token from here, () where nothing is drawn: a drafter whose
-    distribution is near the target's finds the same token with it more often than by taking the
-    likeliest.
+    ``params`` are the request's. ``uniforms[k]`` in [0, 1) is the random number with which the
+    target will draw the k-th token from here; () for greedy decoding. A drafter whose distribution
+    is close to the target's finds that token more often with the number than by taking the most
+    likely one.
     """
 
     sequence: TokenSequence
     shape: DraftShape
     params: SamplingParams
-    fractions: tuple[float, ...] = ()
+    uniforms: tuple[float, ...] = ()
 
 
-class ComputedRows(msgspec.Struct):
-    """Positions [start, start + length) of ``sequence`` were computed by the target and are final;
-    what follows them is in ``sequence.token_ids``, which may be one token longer.
+class ComputedTokens(msgspec.Struct):
+    """Positions [start, start + length) of ``sequence`` that the target computed and that are
+    final; ``sequence.token_ids`` may be one token longer.
 
-    ``features`` float32 [T, K * hidden_size] are the whole step's, and ``rows`` these positions'
-    own, ascending. Cutting them out for every stream would cost a hundredth of a step with 16 of
-    them, for a drafter that mostly keeps them for later. None where the drafter asked for none, or
-    drafts rest (``Controller.listens``).
+    ``features`` float32 [T, K * hidden_size] are those of the whole step and ``rows``, ascending,
+    the rows of these positions. Slicing them for each sequence would cost 1% of a step with 16
+    sequences, for a drafter that mostly just keeps them. ``features`` is None where the drafter
+    needs none or the controller does not want them (``Controller.wants_hidden_states``).
     """
 
     sequence: TokenSequence
@@ -74,8 +72,9 @@ class ComputedRows(msgspec.Struct):
         return len(self.rows)
 
 
-def cut_out(features: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of a step's features: a view where they follow one another."""
+def select_rows(features: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """features [T, F] -> [len(rows), F] of ascending ``rows``; a view where they are
+    consecutive."""
     first, count = rows[0], len(rows)
     if rows[-1] == first + count - 1:
         return features if count == len(features) else features[first : first + count]
@@ -83,26 +82,26 @@ def cut_out(features: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 class Drafter(Protocol):
-    """Called by one thread. Sequences are known by their ``seq_id``."""
+    """Called by one thread. Sequences are identified by their ``seq_id``."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that ``observe`` needs; () for none."""
+        """The target's layers whose hidden states ``observe_computed`` needs; () for none."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """A tree for each request, empty where nothing is worth a row."""
+        """A tree for each request, possibly empty."""
 
-    def copied(self, copies: Sequence[BlockCopy]) -> None:
-        """Blocks that are copied at the beginning of a step, before drafts are asked for."""
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Repeats copies of KV blocks; called at the start of a step, before ``propose``."""
 
-    def observe(self, rows: Sequence[ComputedRows]) -> None:
-        """What a step computed."""
+    def observe_computed(self, computed: Sequence[ComputedTokens]) -> None:
+        """Takes note of the tokens that a step computed."""
 
-    def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """Only the first ``length`` tokens of a sequence stay as they were."""
+    def truncate_sequence(self, sequence: TokenSequence, length: int) -> None:
+        """Forgets all but the first ``length`` tokens of a sequence."""
 
-    def close(self, sequence: TokenSequence) -> None:
-        """The sequence is over; unknown ones are fine."""
+    def close_sequence(self, sequence: TokenSequence) -> None:
+        """Forgets a sequence, which still has its blocks. Unknown ones are ignored."""

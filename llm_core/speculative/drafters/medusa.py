@@ -1,6 +1,6 @@
-"""Drafts by Medusa heads (Cai et al. 2024, arXiv 2401.10774): each guesses one place further.
+"""Drafts of Medusa heads (Cai et al. 2024, arXiv 2401.10774): head k predicts k + 2 tokens ahead.
 
-The heads do not know each other's words, so a tree is all combinations, the likeliest first.
+The heads do not see each other's tokens, so the tree is the most likely combinations.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from heapq import heappop, heappush
 import torch
 
 from llm_core.scheduling import EMPTY, BlockCopy, DraftTree, TokenSequence
-from llm_core.speculative.drafters.base import ComputedRows, DraftRequest
-from llm_core.speculative.drafters.tree_expansion import OF_ANOTHER, likely_words
+from llm_core.speculative.drafters.base import ComputedTokens, DraftRequest
+from llm_core.speculative.drafters.tree_expansion import HEAD_COUPLING, top_candidates
 from llm_core.speculative.heads.medusa import MedusaHeads
 
 
 class MedusaDrafter:
-    """See ``Drafter``. Keeps of each sequence the hidden state of its last computed row."""
+    """A ``Drafter``. Keeps the hidden state of each sequence's last computed token."""
 
     name = "medusa"
 
@@ -25,69 +25,71 @@ class MedusaDrafter:
         self.feature_layers = heads.feature_layers
         self._heads = heads
         self._target_ids: list[int] = heads.target_ids.tolist()
-        self._last: dict[int, tuple[int, torch.Tensor]] = {}  # (computed length, hidden [H])
+        self._last_hidden: dict[int, tuple[int, torch.Tensor]] = {}  # (computed length, [H])
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         able = [
             index
             for index, request in enumerate(requests)
-            if self._last.get(request.sequence.seq_id, (-1,))[0] == request.sequence.computed_len
+            if self._last_hidden.get(request.sequence.seq_id, (-1,))[0]
+            == request.sequence.computed_len
         ]
         trees = [EMPTY] * len(requests)
         if able:
-            hidden = torch.stack([self._last[requests[i].sequence.seq_id][1] for i in able])
+            hidden = torch.stack([self._last_hidden[requests[i].sequence.seq_id][1] for i in able])
             with torch.inference_mode():
                 logits = self._heads.logits(hidden)
-            for index, rows in zip(able, logits, strict=True):
-                trees[index] = self._tree(requests[index], rows)
+            for index, head_logits in zip(able, logits, strict=True):
+                trees[index] = self._combined(requests[index], head_logits)
         return trees
 
-    def _tree(self, request: DraftRequest, rows: torch.Tensor) -> DraftTree:
-        """rows [num_heads, draft vocabulary] -> the likeliest combinations, parents first."""
+    def _combined(self, request: DraftRequest, logits: torch.Tensor) -> DraftTree:
+        """logits [num_medusa_heads, draft vocabulary] -> the most likely combinations, parents
+        before children."""
         shape = request.shape
-        levels = [
-            likely_words(row, request, depth, OF_ANOTHER)
-            for depth, row in enumerate(rows[: shape.max_depth])
+        candidates = [
+            top_candidates(row, request, depth, HEAD_COUPLING)
+            for depth, row in enumerate(logits[: shape.max_depth])
         ]
         tokens: list[int] = []
         parents: list[int] = []
         probabilities: list[float] = []
-        # (-path's probability, serial, level, choice at it, parent draft, its path's probability)
+        # (-path probability, serial, depth, rank at that depth, parent draft, its path probability)
         heap: list[tuple[float, int, int, int, int, float]] = []
         serial = 0
 
-        def push(level: int, choice: int, parent: int, before: float) -> None:
+        def push(depth: int, rank: int, parent: int, before: float) -> None:
             nonlocal serial
-            if level < len(levels) and choice < len(levels[level]):
-                path = before * levels[level][choice][1]
-                if path >= shape.least_probability:
+            if depth < len(candidates) and rank < len(candidates[depth]):
+                path = before * candidates[depth][rank][1]
+                if path >= shape.min_path_probability:
                     serial += 1
-                    heappush(heap, (-path, serial, level, choice, parent, before))
+                    heappush(heap, (-path, serial, depth, rank, parent, before))
 
         push(0, 0, -1, 1.0)
         while heap and len(tokens) < shape.max_drafts:
-            path, _, level, choice, parent, before = heappop(heap)
-            word, probability = levels[level][choice]
-            tokens.append(self._target_ids[word])
+            path, _, depth, rank, parent, before = heappop(heap)
+            draft_id, probability = candidates[depth][rank]
+            tokens.append(self._target_ids[draft_id])
             parents.append(parent)
             probabilities.append(probability)
-            push(level, choice + 1, parent, before)
-            push(level + 1, 0, len(tokens) - 1, -path)
+            push(depth, rank + 1, parent, before)
+            push(depth + 1, 0, len(tokens) - 1, -path)
         return DraftTree(tuple(tokens), tuple(parents), tuple(probabilities))
 
-    def copied(self, copies: Sequence[BlockCopy]) -> None:
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         pass
 
-    def observe(self, rows: Sequence[ComputedRows]) -> None:
-        for row in rows:
-            if row.features is None:
-                self.close(row.sequence)
-            elif row.sequence.generates:
-                end = row.start + row.length
-                self._last[row.sequence.seq_id] = end, row.features[row.rows[-1]].clone()
+    def observe_computed(self, computed: Sequence[ComputedTokens]) -> None:
+        for part in computed:
+            if part.features is None:
+                self.close_sequence(part.sequence)
+            elif part.sequence.generates:
+                hidden = part.features[part.rows[-1]].clone()
+                self._last_hidden[part.sequence.seq_id] = part.start + part.length, hidden
 
-    def truncate(self, sequence: TokenSequence, length: int) -> None:
-        self.close(sequence)
+    def truncate_sequence(self, sequence: TokenSequence, length: int) -> None:
+        self.close_sequence(sequence)
 
-    def close(self, sequence: TokenSequence) -> None:
-        self._last.pop(sequence.seq_id, None)
+    def close_sequence(self, sequence: TokenSequence) -> None:
+        self._last_hidden.pop(sequence.seq_id, None)

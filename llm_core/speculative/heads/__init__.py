@@ -1,1 +1,1 @@
-"""TODO llm_core/speculative/heads."""
+"""Draft heads (EAGLE-1, EAGLE-3, Medusa): configuration, files, PyTorch and compiled forms."""

@@ -1,8 +1,8 @@
-"""What a draft head computes: one layer that reads the target's hidden states.
+"""The interface of a draft head: one transformer layer on the target's hidden states.
 
-Pairs of EAGLE (arXiv 2401.15077): the row at position i takes the state of position i and the token
-x_(i+1), and says what x_(i+2) may be. Its keys and values have a ``KvCache`` of their own, of one
-layer, with the block ids of the target's: position i of a sequence is kept at the same place.
+As in EAGLE (arXiv 2401.15077) the input at position i is the pair of the target's features of
+position i and the embedding of token i + 1; the output predicts token i + 2. The head's ``KvCache``
+has one layer and uses the block ids of the target's cache.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from llm_core.speculative.drafters.base import DraftRequest
 
 @dataclass(frozen=True, slots=True)
 class HeadBatch:
-    """Rows for a head. ``token_ids`` int64 [T]; ``states`` float32: where ``is_real`` the target's
-    features [T, K * hidden_size], else the head's own outputs [T, hidden_size] of the rows before;
-    ``segments`` as in ``ForwardBatch`` (trees among them); ``output_rows`` int64 [R]: those whose
-    outputs are wanted, possibly none."""
+    """Input of a head. ``token_ids`` int64 [T]: the token after each position. ``states`` float32:
+    the target's features [T, K * hidden_size] where ``from_target``, else the head's own outputs
+    [T, hidden_size] at the positions before. ``segments`` as in ``ForwardBatch`` (trees among
+    them). ``output_rows`` int64 [R]: rows whose output is returned, possibly none."""
 
     token_ids: torch.Tensor
     states: torch.Tensor
-    is_real: bool
+    from_target: bool
     segments: tuple[Segment, ...]
     output_rows: torch.Tensor
 
@@ -36,36 +36,38 @@ class HeadBatch:
 @dataclass(frozen=True, slots=True)
 class HeadResult:
     """``logits`` float32 [R, draft vocabulary] and ``states`` float32 [R, hidden_size] of the
-    batch's ``output_rows``; the states are what rows that follow them take."""
+    batch's ``output_rows``; the states are the input of the drafts after them."""
 
     logits: torch.Tensor
     states: torch.Tensor
 
 
 class DraftHead(Protocol):
-    """An EAGLE head, in torch or compiled."""
+    """An EAGLE head, in PyTorch or compiled."""
 
     @property
-    def feature_layers(self) -> tuple[int, ...]: ...
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose hidden states are the features, concatenated."""
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """int64 [draft vocabulary], ascending: which token of the target each draft word is."""
+        """int64 [draft vocabulary], ascending: the target's token for each draft token."""
 
     def make_cache(self, num_blocks: int, block_size: int) -> KvCache:
-        """Keys and values for as many blocks, zero: what was never written does no harm."""
+        """A KV cache of zeros: a position that was never computed does little harm."""
 
     def forward(self, batch: HeadBatch, cache: KvCache) -> HeadResult:
-        """Writes the rows' keys and values. Called under inference mode."""
+        """Computes a batch and writes its KV to the cache. Call under inference mode."""
 
 
 @runtime_checkable
 class ChainHead(DraftHead, Protocol):
-    """A head that goes on from its own drafts without coming back in between."""
+    """A head that drafts whole chains in one call."""
 
     def draft_chains(
         self, batch: HeadBatch, cache: KvCache, requests: Sequence[DraftRequest]
     ) -> list[DraftTree]:
-        """What ``grow.Grower`` would make of shapes of width 1: runs the batch's rows, one segment
-        a request, and goes on from the last of each; ``output_rows`` must be these. What it reads
-        of its drafts it keeps behind the segments, and it stops where a segment's blocks end."""
+        """What ``TreeExpander`` would return for shapes of width 1, and siblings: computes the
+        batch, one segment a request, and goes on from the last row of each, which ``output_rows``
+        must name. KV of drafts are written after the segments; a chain ends where its segment's
+        blocks end."""

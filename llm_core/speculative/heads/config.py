@@ -1,25 +1,25 @@
-"""The shape of a draft head, as plain numbers; written as JSON beside the head's tensors.
+"""Configuration of a draft head, stored as JSON beside its tensors.
 
-EAGLE-3 (arXiv 2503.01840), with three additions that published heads lack and that are off for
-them. For a pair (features f_i of position i, token x_(i+1)) at RoPE position i::
+EAGLE-3 (arXiv 2503.01840), with three optional additions that published heads do not have. For the
+pair (features f_i of position i, token x_(i+1)) at RoPE position i::
 
-    taps   = f_i as K parts of H; each divided by its RMS where ``normalises_features``
-    hidden = fc [H, K*H] @ taps                                 first step: real features
-             hidden_proj [H, H] @ g if ``has_hidden_proj``, else g   later: own output g of before
+    f      = f_i as K parts of H; each divided by its RMS where ``normalises_features``
+    hidden = fc [H, K*H] @ f                                    first step: the target's features
+             hidden_proj [H, H] @ g if ``has_hidden_proj``, else g   later steps: own output g
     e      = target's embedding of x_(i+1), [H], with the target's embedding_scale
     resid  = hidden + embedding_proj [H, H] @ e if ``has_embedding_proj``, else hidden
     x      = cat(input_layernorm(e), hidden_norm(resid))        [2H]
     y      = resid + o_proj(attention(q_proj x, k_proj x, v_proj x))   RoPE as the target's
     g      = y + down_proj(silu(gate_proj z) * up_proj z),  z = post_attention_layernorm(y)
-    logits = lm_head [V, H] @ (RMSNorm(g) * norm)               of x_(i+2), over the draft words
+    logits = lm_head [V, H] @ (RMSNorm(g) * norm)    of x_(i+2), draft vocabulary
 
-EAGLE-1/2 (arXiv 2401.15077, 2406.16858): K = 1, feature = the hidden after the final norm, and in
-every step hidden = fc [H, 2H] @ cat(e, f) + fc bias; the layer then is a plain Llama layer without
-input norm (x = hidden, q/k/v are [*, H]); g is both the next feature and what the target's own head
-is applied to; there is no norm.
+EAGLE-1/2 (arXiv 2401.15077, 2406.16858): K = 1, the feature is the hidden state after the final
+norm, and hidden = fc [H, 2H] @ cat(e, f) + fc bias in every step. The layer is a plain Llama layer
+without input norm (x = hidden, q/k/v are [*, H]); g is the next feature and the input of the
+target's output head; there is no norm.
 
-Medusa (arXiv 2401.10774): ``num_medusa_heads`` heads on the final hidden n: head k says x_(i+2+k)
-by lm_head @ (n + silu(W_k n + b_k)).
+Medusa (arXiv 2401.10774): ``num_medusa_heads`` heads on the final hidden state n: head k predicts
+x_(i+2+k) by lm_head @ (n + silu(W_k n + b_k)).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _MAX_SIZE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Raises ValueError when impossible.
+    """Raises ValueError for values that are out of range or contradict each other.
 
-    ``hidden_size`` and ``vocab_size`` are the target's. ``feature_layers``: layer i is the residual
-    stream after layer i (from 0), and the target's number of layers stands for the hidden after the
-    final norm. ``has_lm_head`` False: the head's rows are those of the target's own output head for
-    the draft words. ``has_draft_vocab`` False: draft word j is the target's word j.
-    ``target_fingerprint`` is that of ``head_files.fingerprint``, "" where it is not known.
+    ``hidden_size`` and ``vocab_size`` are the target's. ``feature_layers``: i is the residual
+    stream after layer i (from 0); the target's number of layers stands for the hidden state after
+    the final norm. ``has_lm_head`` False: the rows of the target's output head for the draft
+    vocabulary are used. ``has_draft_vocab`` False: the draft vocabulary is the target's.
+    ``target_fingerprint``: as ``files.fingerprint``; "" if unknown.
     """
 
     kind: HeadKind
@@ -99,21 +99,21 @@ class HeadConfig:
 
     @property
     def num_features(self) -> int:
-        """Width of what the target hands over for each position: K * H."""
+        """Width of the target's features of a position: K * H."""
         return len(self.feature_layers) * self.hidden_size
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads (or value heads) together."""
+        """num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
     def layer(self, context_len: int) -> ModelConfig:
-        """The head's one layer as a model, for what knows models: the cache and RoPE."""
+        """The head's layer as a model of one layer, as ``KvCache`` and ``rope_tables`` need it."""
         return ModelConfig(
             num_layers=1,
             hidden_size=self.hidden_size,
@@ -128,13 +128,13 @@ class HeadConfig:
         )
 
     def to_json(self) -> str:
-        """What ``from_values`` reads, as JSON text."""
+        """JSON text; the inverse of ``from_values``."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> HeadConfig:
-        """From a file's JSON object. Raises ValueError for fields that are missing, not known, or
-        of another type."""
+        """From a file's JSON object. Raises ValueError for fields that are missing, unknown or of
+        the wrong type."""
         missing = [name for name in _NEEDED if name not in values]
         if missing:
             raise ValueError(f"lacks {', '.join(missing)}")
@@ -150,7 +150,7 @@ _NEEDED = ("kind", "hidden_size", "vocab_size", "draft_vocab_size", "feature_lay
 
 
 def _checked(name: str, value: Any) -> Any:
-    """``value`` as the field's type."""
+    """``value``, converted to the type of the field."""
     kind = _TYPES.get(name)
     if kind is None:
         raise ValueError(f"{name!r:.60} is not a field of a head's configuration")

@@ -1,8 +1,9 @@
-"""EAGLE heads in torch: the reference, what runs where no compiled head can, and what is trained.
+"""EAGLE heads in PyTorch: the reference for the compiled head, the fallback where that does not
+support a head, and the form that is trained.
 
-``head_config`` has the formulas. Queries and keys are kept in RoPE's order of pairs; files have
-them in the published order of halves. The pieces work on float32 rows and let gradients through;
-products may be made in bfloat16 (autocast, in training), everything between them is float32.
+``heads.config`` has the formulas. Query and key weights are kept in RoPE's interleaved order; files
+have them in the published order of halves. All steps of the layer are differentiable; matrix
+products may be computed in bfloat16 (autocast, in training), everything else is float32.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ _MLP = f"{LAYER}mlp."
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRows:
-    """What a head borrows of its target: rows of the embedding, and of the output head."""
+class TargetEmbeddings:
+    """The target's embedding and output head, both [vocab_size, H], which a head shares."""
 
     embedding: Weight
-    head: Weight
+    lm_head: Weight
     embedding_scale: float = 1.0
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Mapping[str, Weight]) -> TargetRows:
-        """Reads both from the target's weights (as in ``loading.weights``)."""
+    def of(cls, config: ModelConfig, weights: Mapping[str, Weight]) -> TargetEmbeddings:
+        """From the target's weights, named as in ``loading.weights``."""
         embedding = weights["embedding"]
-        head = embedding if config.tie_embeddings else weights["head"]
-        return cls(embedding, head, config.embedding_scale)
+        lm_head = embedding if config.tie_embeddings else weights["head"]
+        return cls(embedding, lm_head, config.embedding_scale)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> float32 [T, H]."""
         return float_rows(self.embedding, token_ids) * self.embedding_scale
 
-    def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [V] -> float32 [V, H]: the output head for some words."""
-        return float_rows(self.head, token_ids)
+    def lm_head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [V] -> float32 [V, H]: the output head for some tokens."""
+        return float_rows(self.lm_head, token_ids)
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every floating tensor of a head's file."""
+    """Name -> shape of every floating-point tensor of a head's file."""
     hidden, inner = config.hidden_size, config.intermediate_size
     if config.kind == "medusa":
         shapes: dict[str, tuple[int, ...]] = {}
@@ -61,7 +62,7 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"medusa_head.{index}.0.linear.bias"] = (hidden,)
         return shapes | _lm_head_shape(config)
     is_eagle3 = config.kind == "eagle3"
-    width = 2 * hidden if is_eagle3 else hidden  # of what attention reads
+    width = 2 * hidden if is_eagle3 else hidden  # of attention's input
     shapes = {
         "fc.weight": (hidden, config.num_features if is_eagle3 else 2 * hidden),
         f"{_ATTENTION}q_proj.weight": (config.query_size, width),
@@ -96,9 +97,9 @@ def _lm_head_shape(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 
 def target_ids(config: HeadConfig, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int64 [draft_vocab_size], ascending: which token of the target each draft word is.
+    """int64 [draft_vocab_size], ascending: the target's token for each draft token.
 
-    Raises ValueError when ``d2t`` leads outside the vocabulary or names a token twice.
+    Raises ValueError when ``d2t`` leads outside the vocabulary or does not ascend.
     """
     ids = torch.arange(config.draft_vocab_size)
     if config.has_draft_vocab:
@@ -111,8 +112,8 @@ def target_ids(config: HeadConfig, tensors: Mapping[str, torch.Tensor]) -> torch
 
 
 def halves_to_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head [num_heads * head_dim, K] from halves (j, j + head_dim / 2), as published,
-    to the pairs (2j, 2j + 1) that our RoPE turns."""
+    """Reorders rows of each head [num_heads * head_dim, K] from halves (j, j + head_dim / 2), the
+    published order, to the pairs (2j, 2j + 1) that our RoPE rotates."""
     halves = weight.view(num_heads, 2, -1, weight.shape[1])
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -123,19 +124,30 @@ def pairs_to_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
+def normalized_features(config: HeadConfig, features: torch.Tensor) -> torch.Tensor:
+    """Features [T, K * H], each of the K parts divided by its RMS where the configuration says
+    so."""
+    if not config.normalises_features:
+        return features
+    parts = features.view(-1, len(config.feature_layers), config.hidden_size)
+    return functional.rms_norm(parts, (config.hidden_size,), eps=config.rms_eps).flatten(-2)
+
+
 class EagleHead:
     """A ``DraftHead``, EAGLE-3 or EAGLE-1. ``weights``: float32 by the names of ``head_shapes``
-    (EAGLE-1's layer under the name of EAGLE-3's), replaced or trained at will."""
+    (EAGLE-1's layer under the name of EAGLE-3's), trained in place. ``lm_head`` float32
+    [draft vocabulary, H]; ``rotations`` complex [max_context, 1, head_dim / 2]."""
 
     def __init__(
         self,
         config: HeadConfig,
         tensors: Mapping[str, torch.Tensor],
-        target: TargetRows,
+        target: TargetEmbeddings,
         *,
         max_context: int,
     ) -> None:
-        """``tensors`` as in a head's file, shapes checked. Raises ValueError as ``target_ids``."""
+        """``tensors`` as in a head's file, with checked shapes. Raises ValueError as
+        ``target_ids``."""
         assert config.kind in ("eagle3", "eagle1")
         self.config = config
         self._is_eagle3 = config.kind == "eagle3"
@@ -147,10 +159,10 @@ class EagleHead:
         for name, num_heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
             key = f"{_ATTENTION}{name}.weight"
             self.weights[key] = halves_to_pairs(self.weights[key], num_heads)
-        self.words = (
+        self.lm_head = (
             self.weights.pop("lm_head.weight")
             if "lm_head.weight" in self.weights
-            else target.head_rows(self._target_ids)
+            else target.lm_head_rows(self._target_ids)
         )
         self._layer = config.layer(max_context)
         self.rotations = rope_tables(self._layer, max_context).of_layer(0)
@@ -158,22 +170,22 @@ class EagleHead:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Which hidden states of the target its features are, side by side."""
+        """The target's layers whose hidden states are the features, concatenated."""
         return self.config.feature_layers
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """int64 [draft vocabulary], ascending: which token of the target each draft word is."""
+        """int64 [draft vocabulary], ascending: the target's token for each draft token."""
         return self._target_ids
 
     def make_cache(self, num_blocks: int, block_size: int) -> KvCache:
-        """Keys and values for as many blocks, zero."""
+        """A KV cache of zeros."""
         cache = KvCache(self._layer, num_blocks, block_size)
         cache.data.zero_()
         return cache
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the head's file holds: names of ``head_shapes``, and d2t and t2d."""
+        """Copies of all tensors of the head's file: ``head_shapes``, d2t and t2d."""
         config, result = self.config, {}
         for name, weight in self.weights.items():
             value = weight.detach()
@@ -182,7 +194,7 @@ class EagleHead:
                     value = pairs_to_halves(value, num_heads)
             result[name if self._is_eagle3 else name.replace(LAYER, "layers.0.")] = value.clone()
         if config.has_lm_head and self._is_eagle3:
-            result["lm_head.weight"] = self.words.detach().clone()
+            result["lm_head.weight"] = self.lm_head.detach().clone()
         if config.has_draft_vocab:
             ids = self._target_ids
             result["d2t"] = ids - torch.arange(len(ids))
@@ -190,38 +202,25 @@ class EagleHead:
             result["t2d"][ids] = True
         return result
 
-    # ---- the pieces, on rows [T, ...] ----
+    # The steps of the layer, used by ``forward`` and by training.
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [T, H] of int64 [T]."""
-        return self._target.embed(token_ids)
-
-    def hidden_of_features(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states [T, K * H] -> [T, H] (EAGLE-1: as they are)."""
-        if not self._is_eagle3:
-            return features
-        if self.config.normalises_features:
-            taps = features.view(-1, len(self.config.feature_layers), self.config.hidden_size)
-            features = functional.rms_norm(
-                taps, (self.config.hidden_size,), eps=self.config.rms_eps
-            ).flatten(-2)
-        return functional.linear(features, self.weights["fc.weight"]).float()
-
-    def hidden_of_output(self, output: torch.Tensor) -> torch.Tensor:
-        """The head's own output [T, H] in the place of features -> [T, H]."""
-        if not self.config.has_hidden_proj:
-            return output
-        return functional.linear(output, self.weights["hidden_proj.weight"]).float()
-
-    def entered(
-        self, hidden: torch.Tensor, embedded: torch.Tensor
+    def layer_input(
+        self, states: torch.Tensor, token_ids: torch.Tensor, *, from_target: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream [T, H], and what queries, keys and values are computed from."""
+        """(residual stream [T, H], attention's input [T, 2H] or, for EAGLE-1, [T, H]). ``states``,
+        ``token_ids`` and ``from_target`` as in ``HeadBatch``."""
+        embedded = self._target.embed(token_ids)
         if not self._is_eagle3:
-            joined = torch.cat([embedded, hidden], -1)
+            joined = torch.cat([embedded, states], -1)
             weight, bias = self.weights["fc.weight"], self.weights["fc.bias"]
             hidden = functional.linear(joined, weight, bias).float()
             return hidden, hidden
+        hidden = states
+        if from_target:
+            features = normalized_features(self.config, states)
+            hidden = functional.linear(features, self.weights["fc.weight"]).float()
+        elif self.config.has_hidden_proj:
+            hidden = functional.linear(states, self.weights["hidden_proj.weight"]).float()
         if self.config.has_embedding_proj:
             hidden = hidden + functional.linear(embedded, self.weights["embedding_proj.weight"])
         x = [
@@ -231,16 +230,17 @@ class EagleHead:
         return hidden, torch.cat(x, -1)
 
     def query(self, x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-        """[T, num_heads, head_dim], turned by ``rotations`` complex [T, 1, head_dim / 2]."""
+        """x [T, ...] -> [T, num_heads, head_dim], rotated by ``rotations`` complex
+        [T, 1, head_dim / 2]."""
         return self._heads("q_proj", x, rotations)
 
     def key_value(
         self, x: torch.Tensor, rotations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two of [T, num_kv_heads, head_dim], the keys turned."""
+        """x [T, ...] -> keys, rotated, and values, both [T, num_kv_heads, head_dim]."""
         return self._heads("k_proj", x, rotations), self._heads("v_proj", x, None)
 
-    def output(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def layer_output(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Attention's result [T, query_size] -> the layer's output [T, H]."""
         y = residual + functional.linear(attended, self.weights[f"{_ATTENTION}o_proj.weight"])
         z = self._norm(f"{LAYER}post_attention_layernorm", y)
@@ -251,17 +251,15 @@ class EagleHead:
         inner = functional.silu(gate) * up
         return y + functional.linear(inner, self.weights[f"{_MLP}down_proj.weight"])
 
-    def word_logits(self, output: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, draft_vocab_size]."""
+    def draft_logits(self, output: torch.Tensor) -> torch.Tensor:
+        """The layer's output [T, H] -> float32 [T, draft_vocab_size]."""
         if self._is_eagle3:
             output = self._norm("norm", output)
-        return functional.linear(output, self.words).float()
+        return functional.linear(output, self.lm_head).float()
 
     def forward(self, batch: HeadBatch, cache: KvCache) -> HeadResult:
-        """Writes the rows' keys and values. Called under inference mode."""
-        states = batch.states
-        hidden = self.hidden_of_features(states) if batch.is_real else self.hidden_of_output(states)
-        residual, x = self.entered(hidden, self.embed(batch.token_ids))
+        """Computes a batch and writes its KV to the cache. Call under inference mode."""
+        residual, x = self.layer_input(batch.states, batch.token_ids, from_target=batch.from_target)
         rotations = torch.cat([self._rotations(segment) for segment in batch.segments])
         query = self.query(x, rotations)
         key_value = torch.cat(self.key_value(x, rotations), 1).transpose(0, 1)
@@ -281,8 +279,8 @@ class EagleHead:
             )
             row += segment.length
         wanted = batch.output_rows
-        output = self.output(residual[wanted], attended.flatten(1)[wanted])
-        return HeadResult(self.word_logits(output), output)
+        output = self.layer_output(residual[wanted], attended.flatten(1)[wanted])
+        return HeadResult(self.draft_logits(output), output)
 
     def _heads(self, name: str, x: torch.Tensor, rotations: torch.Tensor | None) -> torch.Tensor:
         values = functional.linear(x, self.weights[f"{_ATTENTION}{name}.weight"]).float()
@@ -291,8 +289,7 @@ class EagleHead:
         if rotations is None:
             return heads
         pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], self.config.head_dim // 2, 2))
-        turned = torch.view_as_real(pairs * rotations)
-        return turned.flatten(-2)
+        return torch.view_as_real(pairs * rotations).flatten(-2)
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight = self.weights[f"{name}.weight"]

@@ -1,9 +1,9 @@
 """Draft heads as files: a directory with ``head.safetensors``, ``head_config.json``, ``card.json``.
 
-Matrices may be stored as int8 codes with a float16 scale for 32 inputs (tensor NAME and
+Matrices may be stored as int8 codes with a float16 scale for each 32 inputs (tensors NAME and
 NAME_scale), else as floats. Published EAGLE checkpoints (``model.safetensors`` and ``config.json``)
-are read too. Nothing is taken on trust: shapes, vocabulary and numbers are checked, and a head that
-says which model it was made for is refused by any other.
+are read too. Shapes, vocabulary and values are validated, and a head that names the model it was
+trained for is refused for any other.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LARGEST_CODE = 127
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """A head as read: ``tensors`` by the names of ``eagle.head_shapes`` in float32, and ``d2t``;
-    ``card``: what it was trained on and what it reached, as its maker wrote it."""
+    """A head's content: ``tensors`` float32 by the names of ``eagle.head_shapes``, and ``d2t``;
+    ``card``: its training data and results."""
 
     config: HeadConfig
     tensors: dict[str, torch.Tensor]
@@ -45,8 +45,8 @@ class HeadFile:
 
 
 def fingerprint(config: ModelConfig, weights: Mapping[str, Weight]) -> str:
-    """16 hex digits that tell a model from others, whatever its matrices are quantised to: a hash
-    of its shape and of norms, which all formats keep in full precision."""
+    """16 hex digits that identify a model whatever its matrices are quantised to: a hash of its
+    shape and of norm weights, which all formats keep in full precision."""
     digest = hashlib.sha256(
         json.dumps(
             [
@@ -61,7 +61,7 @@ def fingerprint(config: ModelConfig, weights: Mapping[str, Weight]) -> str:
 
 
 def bundled_head(target_fingerprint: str) -> Path | None:
-    """The directory of the head that comes with this package for a target; None: there is none.
+    """The directory of the head that is bundled with this package for a target, or None.
 
     Raises ModelLoadError for a damaged installation.
     """
@@ -72,7 +72,7 @@ def bundled_head(target_fingerprint: str) -> Path | None:
 
 
 def is_head_directory(path: Path) -> bool:
-    """Whether there is a draft head at ``path``, rather than a model: ours, or a published one."""
+    """Whether ``path`` holds a draft head, ours or a published one, rather than a model."""
     if not path.is_dir():
         return False
     if (path / CONFIG_NAME).exists():
@@ -85,7 +85,7 @@ def is_head_directory(path: Path) -> bool:
 
 
 def write_head(directory: Path, head: HeadFile, *, is_int8: bool) -> None:
-    """Makes ``directory``; ``is_int8``: matrices as codes, else as float16."""
+    """Creates ``directory``. ``is_int8``: matrices as codes, else as float16."""
     directory.mkdir(parents=True, exist_ok=True)
     stored: dict[str, torch.Tensor] = {}
     for name, value in head.tensors.items():
@@ -101,7 +101,7 @@ def write_head(directory: Path, head: HeadFile, *, is_int8: bool) -> None:
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float [N, K] -> codes int8 [N, K] and scale float16 [N, K / 32]: w is about code * scale."""
+    """float [N, K] -> codes int8 [N, K], scales float16 [N, K / 32]; weight ~ code * scale."""
     groups = weight.float().view(len(weight), -1, _GROUP)
     scale = (groups.abs().amax(-1) / _LARGEST_CODE).half()
     divisor = torch.where(scale > 0, scale.float(), 1.0)
@@ -110,9 +110,9 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_head(directory: Path, target: ModelConfig, target_fingerprint: str | None) -> HeadFile:
-    """The head in ``directory``, for a target of this shape and ``fingerprint`` (None: not asked).
+    """The head in ``directory``, for a target of this shape and fingerprint (None: not checked).
 
-    Raises ModelLoadError, saying what does not fit.
+    Raises ModelLoadError for a head that is damaged or does not fit the target.
     """
     own = directory / CONFIG_NAME
     is_own = own.exists()
@@ -138,7 +138,7 @@ def read_head(directory: Path, target: ModelConfig, target_fingerprint: str | No
 def check_fits(
     config: HeadConfig, target: ModelConfig, target_fingerprint: str | None, name: str
 ) -> None:
-    """Raises ModelLoadError where a head was made for another model."""
+    """Raises ModelLoadError for a head that was made for another model."""
     for what in ("hidden_size", "vocab_size"):
         has, needed = getattr(config, what), getattr(target, what)
         if has != needed:
@@ -231,7 +231,7 @@ def _own_config(path: Path) -> HeadConfig:
 
 
 def _published_config(path: Path, names: set[str], target: ModelConfig) -> HeadConfig:
-    """From a Hugging Face config.json; which EAGLE it is, the tensors' names say."""
+    """From a Hugging Face config.json; ``names`` of tensors tell EAGLE-3 from EAGLE-1."""
     values = read_json(path)
     is_eagle3 = any(name.startswith(LAYER) for name in names)
     if not is_eagle3 and not any(name.startswith("layers.0.") for name in names):
@@ -246,7 +246,7 @@ def _published_config(path: Path, names: set[str], target: ModelConfig) -> HeadC
     num_heads, hidden = number("num_attention_heads"), number("hidden_size")
     vocab = number("vocab_size")
     last = target.num_layers
-    # EAGLE-3 reads what enters layers 2, L / 2 and L - 3: what the layers before them leave.
+    # EAGLE-3 reads the inputs of layers 2, L / 2 and L - 3: the outputs of those before.
     layers = tuple(max(0, i - 1) for i in (2, last // 2, last - 3)) if is_eagle3 else (last,)
     has_draft_vocab = is_eagle3 and "d2t" in names
     try:

@@ -1,7 +1,7 @@
-"""Medusa heads in torch (Cai et al. 2024, arXiv 2401.10774): each says one place further ahead.
+"""Medusa heads in PyTorch (Cai et al. 2024, arXiv 2401.10774).
 
-Head k reads the target's final hidden state of the last computed token and says what comes k + 2
-places behind it, without knowing what was drafted in between: cheap, and less often right.
+Head k reads the target's final hidden state of the last computed token and predicts the token k + 2
+places after it, without seeing the drafts in between: cheap, and less accurate than EAGLE.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import torch
 from torch.nn import functional
 
 from llm_core.speculative.heads.config import HeadConfig
-from llm_core.speculative.heads.eagle import TargetRows, head_shapes, target_ids
+from llm_core.speculative.heads.eagle import TargetEmbeddings, head_shapes, target_ids
 
 
 class MedusaHeads:
-    """``weights``: float32 by the names of ``eagle.head_shapes``."""
+    """``weights``: float32 by the names of ``eagle.head_shapes``, trained in place."""
 
     def __init__(
-        self, config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: TargetRows
+        self, config: HeadConfig, tensors: Mapping[str, torch.Tensor], target: TargetEmbeddings
     ) -> None:
-        """``tensors`` as in a head's file, shapes checked."""
+        """``tensors`` as in a head's file, with checked shapes. Raises ValueError as
+        ``target_ids``."""
         assert config.kind == "medusa"
         self.config = config
         self._target_ids = target_ids(config, tensors)
         self.weights = {name: tensors[name].float() for name in head_shapes(config)}
-        self.words = (
+        self.lm_head = (
             self.weights.pop("lm_head.weight")
             if config.has_lm_head
-            else target.head_rows(self._target_ids)
+            else target.lm_head_rows(self._target_ids)
         )
 
     @property
@@ -39,27 +40,26 @@ class MedusaHeads:
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """int64 [draft vocabulary], ascending: which token of the target each draft word is."""
+        """int64 [draft vocabulary], ascending: the target's token for each draft token."""
         return self._target_ids
 
-    def output(self, hidden: torch.Tensor, head: int) -> torch.Tensor:
-        """Final hidden states [T, H] -> what head ``head`` expects to be the one it speaks of."""
+    def head_output(self, hidden: torch.Tensor, head: int) -> torch.Tensor:
+        """Final hidden states [T, H] -> head ``head``'s prediction [T, H] of a later one."""
         weight = self.weights[f"medusa_head.{head}.0.linear.weight"]
         bias = self.weights[f"medusa_head.{head}.0.linear.bias"]
         return hidden + functional.silu(functional.linear(hidden, weight, bias))
 
-    def word_logits(self, output: torch.Tensor) -> torch.Tensor:
-        """A head's ``output`` [T, H] -> [T, draft_vocab_size]."""
-        return functional.linear(output, self.words).float()
+    def draft_logits(self, output: torch.Tensor) -> torch.Tensor:
+        """A head's output [T, H] -> float32 [T, draft_vocab_size]."""
+        return functional.linear(output, self.lm_head).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [T, H] -> [T, num_medusa_heads, draft_vocab_size]: head k's of what
-        follows the token after by k + 1 places."""
-        outputs = [self.output(hidden, k) for k in range(self.config.num_medusa_heads)]
-        return self.word_logits(torch.stack(outputs, 1))
+        """Final hidden states [T, H] -> [T, num_medusa_heads, draft_vocab_size]."""
+        outputs = [self.head_output(hidden, k) for k in range(self.config.num_medusa_heads)]
+        return self.draft_logits(torch.stack(outputs, 1))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the heads' file holds."""
+        """Copies of all tensors of the heads' file."""
         result = {name: weight.detach().clone() for name, weight in self.weights.items()}
         if self.config.has_draft_vocab:
             ids = self._target_ids

@@ -36,7 +36,7 @@ from llm_core.scheduling.sequence import TokenSequence
 from llm_core.speculative.drafters.base import Drafter, DraftShape
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.drafters.ngram import NgramDrafter
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
 from tests.support.fake_device import make_late
 from tests.support.fake_drafter import GuessingDrafter, RestingController
 from tests.support.random_heads import head_config, head_tensors
@@ -85,7 +85,7 @@ def make_drafter(name: str) -> Drafter:
         return GuessingDrafter(lambda tokens: alone(tuple(tokens), 1)[0], len(TOKENS))
     runner, config = runners()[0], runners()[0].config
     shape = head_config(config, "eagle3")
-    target = TargetRows.of(config, random_weights(config))
+    target = TargetEmbeddings.of(config, random_weights(config))
     head = EagleHead(shape, head_tensors(shape), target, max_context=150)
     return EagleDrafter(head, num_blocks=16, block_size=runner.block_size, max_sequences=5)
 

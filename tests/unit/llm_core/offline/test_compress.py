@@ -25,7 +25,7 @@ from llm_core.offline.options import (
 )
 from llm_core.offline.perplexity import likelihood, windows_of
 from llm_core.offline.plain_model import PlainModel
-from llm_core.offline.self_text import turn_glue, write_conversations
+from llm_core.offline.self_text import turn_separators, write_conversations
 from llm_core.offline.texts import exact_runner, writing_runner
 from llm_core.quant.formats import GroupedCodes, to_float
 from tests.support.hf_models import our_runner, random_ids, save_model, their_logits
@@ -227,8 +227,8 @@ def test_gguf_files_become_whole_directories(tiny: Path, tmp_path: Path) -> None
         assert after.tokenizer.encode(text) == before.tokenizer.encode(text)
         assert after.tokenizer.eos_ids == before.tokenizer.eos_ids
         assert after.tokenizer.bos_id == before.tokenizer.bos_id
-        glue = turn_glue(after.tokenizer, after.template)
-        assert glue == turn_glue(before.tokenizer, before.template)
+        separators = turn_separators(after.tokenizer, after.template)
+        assert separators == turn_separators(before.tokenizer, before.template)
         plain = text.replace("<|im_end|>", "")
         assert theirs.encode(plain, add_special_tokens=False) == before.tokenizer.encode(plain)
         assert theirs.convert_tokens_to_ids("<|im_end|>") == 2
@@ -262,7 +262,7 @@ def test_perplexity_is_exact(tiny: Path) -> None:
 def test_a_model_writes_conversations(tiny: Path) -> None:
     with open_model(tiny) as opened:
         runner = writing_runner(opened.model, str(tiny), 60, 1)
-        glue = turn_glue(opened.tokenizer, opened.template)
+        separators = turn_separators(opened.tokenizer, opened.template)
         written = [
             write_conversations(
                 runner,
@@ -275,15 +275,15 @@ def test_a_model_writes_conversations(tiny: Path) -> None:
             )
             for seed in (1, 1, 2)
         ]
-        assert opened.tokenizer.decode(glue.opening) == "user\n"
-        assert opened.tokenizer.decode(glue.to_assistant) == "\nassistant\n"
+        assert opened.tokenizer.decode(separators.opening) == "user\n"
+        assert opened.tokenizer.decode(separators.to_assistant) == "\nassistant\n"
     assert written[0].shape == (40, 60)
     assert torch.equal(written[0], written[1]) and not torch.equal(written[0], written[2])
-    assert written[0][:, : len(glue.opening)].tolist() == [glue.opening] * 40
+    assert written[0][:, : len(separators.opening)].tolist() == [separators.opening] * 40
     num_ends = 0
     for row in written[0].tolist():
-        following = [glue.to_assistant, glue.to_user]
-        for at in [i for i, token in enumerate(row) if token == glue.to_assistant[0]]:
+        following = [separators.to_assistant, separators.to_user]
+        for at in [i for i, token in enumerate(row) if token == separators.to_assistant[0]]:
             expected = following[0][: len(row) - at]
             assert row[at : at + len(expected)] == expected  # turns take turns
             following.reverse()

@@ -24,10 +24,10 @@ from llm_core.offline.train_head.examples import Example, batches, draft_vocabul
 from llm_core.offline.train_head.generate_corpus import capture_features
 from llm_core.offline.train_head.objective import Objective, accepted_lengths
 from llm_core.offline.train_head.self_distillation import Conversation
-from llm_core.offline.train_head.training_time_test import unrolled
+from llm_core.offline.train_head.training_time_test import eagle_outputs
 from llm_core.speculative.heads.base import HeadBatch
 from llm_core.speculative.heads.config import HeadConfig
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
 from llm_core.speculative.heads.files import fingerprint, read_head
 from tests.support.random_head import random_head_tensors
 from tests.support.tiny_model import write_tiny_gguf
@@ -124,19 +124,19 @@ def test_a_state_with_other_words_is_refused(tiny: Path, tmp_path: Path) -> None
 def test_products_of_bfloat16_train_as_well() -> None:
     """Same batch, same weights: nearly the same loss and gradients as in float32."""
     config = small_config()
-    target = TargetRows(torch.randn(96, 32), torch.randn(96, 32), 1.0)
+    target = TargetEmbeddings(torch.randn(96, 32), torch.randn(96, 32), 1.0)
     tensors = random_head_tensors(config)
     batch = [some_example(1, 20, {*range(6, 18)})]
     found = []
     for is_bfloat16 in (False, True):
         head = EagleHead(config, tensors, target, max_context=64)
-        objective = Objective(head.words, head.target_ids, 96)
+        objective = Objective(head.lm_head, head.target_ids, 96)
         for weight in head.weights.values():
             weight.requires_grad_(True)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
-            outputs = unrolled(head, batch, (1.0, 1.0), torch.Generator())
+            outputs = eagle_outputs(head, batch, (1.0, 1.0), torch.Generator())
             losses = [
-                objective.loss(j, o, head.word_logits(o.output), objective.draft_index())[0]
+                objective.loss(j, o, head.draft_logits(o.output), objective.draft_index())[0]
                 for j, o in enumerate(outputs)
             ]
         assert all(o.output.dtype == torch.float32 for o in outputs)
@@ -218,14 +218,14 @@ def test_training_runs_a_head_as_drafting_does() -> None:
     """Each step from each anchor equals a real prefill followed by drafts of one row at a time."""
     config = small_config()
     tensors = random_head_tensors(config)
-    target = TargetRows(torch.randn(96, 32), torch.randn(96, 32), 1.5)
+    target = TargetEmbeddings(torch.randn(96, 32), torch.randn(96, 32), 1.5)
     head = EagleHead(config, tensors, target, max_context=64)
     batch = [some_example(1, 20, {*range(6, 11), *range(15, 20)}), some_example(2, 9, {4, 5, 6, 7})]
     with torch.inference_mode():
-        outputs = unrolled(head, batch, (1.0, 1.0, 1.0), torch.Generator())
+        outputs = eagle_outputs(head, batch, (1.0, 1.0, 1.0), torch.Generator())
         found = {}
         for step, output in enumerate(outputs):
-            for row, value in zip(output.rows.tolist(), output.output, strict=True):
+            for row, value in zip(output.anchor_index.tolist(), output.output, strict=True):
                 found[row, step] = value
         row = 0
         for example in batch:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_core.scheduling.draft_tree import EMPTY, DraftTree
-from llm_core.speculative.accept import accept
+from llm_core.speculative.accept import accepted_path
 
 
 @st.composite
@@ -47,7 +47,7 @@ def test_accepted_is_the_longest_path_that_the_target_says(
         asked.append(row)
         return text[len(asked) - 1] if len(asked) <= end else None
 
-    rows = accept(tree, sample)
+    rows = accepted_path(tree, sample)
     assert asked == rows, "each accepted row is asked once"
     paths = [path_to(tree, draft) for draft in range(len(tree))]
     longest = max((len(p) for p in paths if p == text[: len(p)] and len(p) <= end), default=0)
@@ -78,4 +78,4 @@ def test_chain() -> None:
     assert chain.parents == (-1, 0, 1) and chain.row_parents == (-1, 0, 1, 2)
     assert chain.path_probabilities == [0.5, 0.25, 0.25]
     assert chain.best(2) == DraftTree.chain([5, 6], [0.5, 0.5])
-    assert accept(EMPTY, lambda row: 3) == [0]
+    assert accepted_path(EMPTY, lambda row: 3) == [0]

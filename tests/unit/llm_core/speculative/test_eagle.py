@@ -13,7 +13,7 @@ from llm_core.speculative.heads.base import HeadBatch
 from llm_core.speculative.heads.config import HeadConfig
 from llm_core.speculative.heads.eagle import (
     EagleHead,
-    TargetRows,
+    TargetEmbeddings,
     halves_to_pairs,
     head_shapes,
     pairs_to_halves,
@@ -119,7 +119,7 @@ def test_prompt_and_tree_equal_the_formulas(kind: HeadKind, extras: bool) -> Non
     tensors = random_head_tensors(config, seed=1)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
     words = torch.randn(VOCAB, HIDDEN, generator=generator)
-    head = EagleHead(config, tensors, TargetRows(embedding, words, 2.0), max_context=64)
+    head = EagleHead(config, tensors, TargetEmbeddings(embedding, words, 2.0), max_context=64)
     plain = Formulas(config, tensors)
     tokens = torch.randint(VOCAB, (7,), generator=generator)
     features = torch.randn(7, config.num_features, generator=generator)
@@ -187,7 +187,7 @@ def test_medusa_heads_equal_the_formula() -> None:
     tensors = random_head_tensors(config, seed=2)
     words = torch.randn(VOCAB, HIDDEN)
     tensors["lm_head.weight"] = torch.randn(20, HIDDEN)
-    heads = MedusaHeads(config, tensors, TargetRows(words, words))
+    heads = MedusaHeads(config, tensors, TargetEmbeddings(words, words))
     hidden = torch.randn(4, HIDDEN)
     found = heads.logits(hidden)
     assert found.shape == (4, 2, 20)
@@ -203,7 +203,7 @@ def test_a_head_gives_back_what_it_read(kind: HeadKind) -> None:
     config = config_for(kind)
     tensors = random_head_tensors(config)
     rows = torch.randn(VOCAB, HIDDEN)
-    given = EagleHead(config, tensors, TargetRows(rows, rows), max_context=8).tensors()
+    given = EagleHead(config, tensors, TargetEmbeddings(rows, rows), max_context=8).tensors()
     assert {*head_shapes(config)} <= {*given}
     for name, value in tensors.items():
         assert torch.equal(given[name], value), name

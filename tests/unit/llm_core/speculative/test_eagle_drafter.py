@@ -19,7 +19,7 @@ from llm_core.speculative.control.base import FixedController
 from llm_core.speculative.drafters.base import DraftRequest, DraftShape
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.heads.base import HeadBatch
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
 from tests.support.fake_drafter import RestingController
 from tests.support.random_heads import head_config, head_tensors
 from tests.support.random_llama import random_weights, tiny_config
@@ -57,7 +57,7 @@ seen: list[tuple[Text, DraftTree, int]] = []
 
 def make_head() -> EagleHead:
     shape = head_config(CONFIG, "eagle3")
-    target = TargetRows.of(CONFIG, random_weights(CONFIG))
+    target = TargetEmbeddings.of(CONFIG, random_weights(CONFIG))
     return EagleHead(shape, head_tensors(shape), target, max_context=160)
 
 
@@ -78,7 +78,7 @@ def drafted_anew(
     states = runner.forward(batch).features
     assert states is not None
     cache = head.make_cache(10, 16)
-    rows, start, is_real = ids[1:].clone(), 0, True
+    rows, start, from_target = ids[1:].clone(), 0, True
     if stale is not None:
         rows[stale[0] - 1] = stale[1]
     rows, states = rows[base:], states[base:]
@@ -87,10 +87,10 @@ def drafted_anew(
         segment = Segment(table, start, len(rows))
         last = torch.tensor([len(rows) - 1])
         with torch.inference_mode():
-            result = head.forward(HeadBatch(rows, states, is_real, (segment,), last), cache)
+            result = head.forward(HeadBatch(rows, states, from_target, (segment,), last), cache)
         drafts.append(int(head.target_ids[int(result.logits[0].argmax())]))
         start += len(rows)
-        rows, states, is_real = torch.tensor(drafts[-1:]), result.states, False
+        rows, states, from_target = torch.tensor(drafts[-1:]), result.states, False
     return drafts
 
 

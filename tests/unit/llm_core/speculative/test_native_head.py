@@ -18,13 +18,13 @@ from llm_core.model.native_decoder import NativeDecoder
 from llm_core.quant.grouped import quantize_grouped
 from llm_core.scheduling.draft_tree import DraftTree
 from llm_core.scheduling.sequence import TokenSequence
-from llm_core.speculative.drafters.base import ComputedRows, DraftRequest, DraftShape
+from llm_core.speculative.drafters.base import ComputedTokens, DraftRequest, DraftShape
 from llm_core.speculative.drafters.eagle import EagleDrafter
-from llm_core.speculative.drafters.tree_expansion import OF_ANOTHER, draw_odds
+from llm_core.speculative.drafters.tree_expansion import HEAD_COUPLING, proposal_probs
 from llm_core.speculative.heads.base import ChainHead, DraftHead, HeadBatch
 from llm_core.speculative.heads.config import HeadConfig
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
-from llm_core.speculative.heads.native_eagle import NativeHead, unsupported_head_reason
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
+from llm_core.speculative.heads.native_eagle import NativeEagleHead, unsupported_head_reason
 from tests.support.native_library import FORMS, native_library
 from tests.support.random_llama import random_tokens, random_weights, tiny_config
 
@@ -109,8 +109,8 @@ class Heads:
         self.config = head_config(**changes)
         assert unsupported_head_reason(self.config) is None
         tensors = head_tensors(self.config, seed)
-        self.native = NativeHead(self.config, tensors, self.target, max_context=512)
-        rows = TargetRows.of(target_config, dict(weights))
+        self.native = NativeEagleHead(self.config, tensors, self.target, max_context=512)
+        rows = TargetEmbeddings.of(target_config, dict(weights))
         self.torch = EagleHead(self.config, tensors, rows, max_context=512)
         self.caches = [head.make_cache(NUM_BLOCKS, 16) for head in (self.native, self.torch)]
 
@@ -128,9 +128,9 @@ class Heads:
         *segments: Segment,
         outputs: torch.Tensor | None = None,
     ) -> HeadBatch:
-        is_real = states.shape[1] == self.config.num_features
+        from_target = states.shape[1] == self.config.num_features
         rows = torch.arange(tokens.shape[0]) if outputs is None else outputs
-        return HeadBatch(tokens, states, is_real, segments, rows)
+        return HeadBatch(tokens, states, from_target, segments, rows)
 
     def run(
         self,
@@ -217,7 +217,7 @@ def test_cutting_company_and_threads_do_not_change_a_bit(library: Library) -> No
 class Unchained:
     """The compiled head without ``draft_chains``: a draft for each call."""
 
-    def __init__(self, head: NativeHead) -> None:
+    def __init__(self, head: NativeEagleHead) -> None:
         self.feature_layers, self.target_ids = head.feature_layers, head.target_ids
         self.make_cache, self.forward = head.make_cache, head.forward
 
@@ -226,9 +226,9 @@ def drafts_of(
     head: DraftHead, heads: Heads, requests: list[DraftRequest], features: list[torch.Tensor]
 ) -> list[DraftTree]:
     drafter = EagleDrafter(head, num_blocks=NUM_BLOCKS, block_size=16, max_sequences=4)
-    drafter.observe(
+    drafter.observe_computed(
         [
-            ComputedRows(request.sequence, 0, range(len(rows)), rows)
+            ComputedTokens(request.sequence, 0, range(len(rows)), rows)
             for request, rows in zip(requests, features, strict=True)
         ]
     )
@@ -258,12 +258,12 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
             depth = dice.randint(1, 6)
             least, followed = dice.choice([0.0, 0.01, 0.05]), dice.choice([0.0, 0.0, 0.03, 0.5])
             shape = DraftShape(depth, 6, 1, least, followed)
-            fractions = () if params is greedy else tuple(dice.random() for _ in range(6))
+            uniforms = () if params is greedy else tuple(dice.random() for _ in range(6))
             tokens = heads.tokens(length + 1, case * 3 + index).tolist()
             sequence = TokenSequence(index, tokens, max_len=100, arrival_ns=0)
             sequence.block_ids.extend(range(4 * index, 4 * index + 3))
             sequence.computed_len = length
-            requests.append(DraftRequest(sequence, shape, params, fractions))
+            requests.append(DraftRequest(sequence, shape, params, uniforms))
             features.append(heads.features(length, case * 3 + index))
         chains = drafts_of(heads.native, heads, requests, features)
         singly = drafts_of(unchained, heads, requests, features)
@@ -288,9 +288,9 @@ def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
         sequence = TokenSequence(index, tokens, max_len=100, arrival_ns=0)
         sequence.block_ids.extend(range(4 * index, 4 * index + 3))
         sequence.computed_len = length
-        fractions = (0.3, 0.6, 0.9) if index % 2 else ()
+        uniforms = (0.3, 0.6, 0.9) if index % 2 else ()
         shape = DraftShape(20, 3)
-        plain.append(DraftRequest(sequence, shape, params[index % 2], fractions))
+        plain.append(DraftRequest(sequence, shape, params[index % 2], uniforms))
         wanted.append(replace(plain[-1], shape=replace(shape, siblings=siblings)))
         features.append(heads.features(length, index))
     chains = drafts_of(heads.native, heads, plain, features)
@@ -305,10 +305,10 @@ def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
         table = tuple(plain[index].sequence.block_ids)
         logits, _ = heads.run(tokens, features[index], Segment(table, 0, length))
         expected = logits[-1].softmax(-1)
-        numbers = wanted[index].fractions
+        numbers = wanted[index].uniforms
         if numbers:
             row = logits[-1].numpy()
-            kept, odds = draw_odds(row, wanted[index].params, numbers[0], OF_ANOTHER)
+            kept, odds = proposal_probs(row, wanted[index].params, numbers[0], HEAD_COUPLING)
             expected = torch.zeros(len(row), dtype=torch.float64)
             expected[torch.arange(len(row)) if kept is None else kept] = torch.tensor(odds)
         order = [
@@ -347,11 +347,11 @@ def test_words_outside_the_target_and_other_kinds_are_named(library: Library) ->
     tensors = head_tensors(heads.config, 0)
     tensors["d2t"][52] = 50
     with pytest.raises(ValueError, match="d2t"):
-        NativeHead(heads.config, tensors, heads.target, max_context=64)
+        NativeEagleHead(heads.config, tensors, heads.target, max_context=64)
     tensors = head_tensors(heads.config, 0)
     tensors["fc.weight"][3, 4] = float("inf")
     with pytest.raises(ValueError, match="finite"):
-        NativeHead(heads.config, tensors, heads.target, max_context=64)
+        NativeEagleHead(heads.config, tensors, heads.target, max_context=64)
     assert "head_dim 12" in str(unsupported_head_reason(head_config(head_dim=12)))
     medusa = head_config(kind="medusa", feature_layers=(2,), num_medusa_heads=2)
     assert "medusa" in str(unsupported_head_reason(medusa))

@@ -50,13 +50,13 @@ def speculating(
     runner: FakeRunner | None = None,
     *,
     shape: DraftShape = TREE,
-    knows: float = 0.7,
+    accuracy: float = 0.7,
     seed: int = 0,
     **kwargs: Any,
 ) -> tuple[Engine, GuessingDrafter]:
     runner = runner or FakeRunner()
     engine = make_engine(runner, **kwargs)
-    drafter = GuessingDrafter(best_of(runner), len(TOKENS), seed=seed, knows=knows)
+    drafter = GuessingDrafter(best_of(runner), len(TOKENS), seed=seed, accuracy=accuracy)
     engine.speculate(drafter, FixedController(shape))
     return engine, drafter
 
@@ -80,14 +80,14 @@ def test_equal_text_in_fewer_steps(shape: DraftShape) -> None:
 
 def test_a_perfect_drafter_and_one_that_is_always_wrong() -> None:
     plain, _ = reply_to(make_engine(), "Hi", max_tokens=30, ignore_eos=True)
-    engine, drafter = speculating(shape=CHAIN, knows=1.0)
+    engine, drafter = speculating(shape=CHAIN, accuracy=1.0)
     text, done = reply_to(engine, "Hi", max_tokens=30, ignore_eos=True)
     assert text == plain
     assert done.speculation.num_accepted == done.speculation.num_drafted
     assert done.speculation.num_drafted == sum(map(len, drafter.proposed))
     runner = FakeRunner()
     engine = make_engine(runner)
-    wrong = GuessingDrafter(lambda t: (best_of(runner)(t) + 1) % 200, len(TOKENS), knows=1.0)
+    wrong = GuessingDrafter(lambda t: (best_of(runner)(t) + 1) % 200, len(TOKENS), accuracy=1.0)
     engine.speculate(wrong, FixedController(TREE))
     text, done = reply_to(engine, "Hi", max_tokens=30, ignore_eos=True)
     assert text == plain
@@ -98,7 +98,7 @@ def test_a_perfect_drafter_and_one_that_is_always_wrong() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_follows_the_end_within_an_accepted_run(seed: int) -> None:
     """EOS, a stop string, and the last token of all, wherever they fall in a run of drafts."""
-    options = {"seed": seed, "shape": DraftShape(8, 8), "knows": 1.0}
+    options = {"seed": seed, "shape": DraftShape(8, 8), "accuracy": 1.0}
     runner = saying("One. STOP two", "Hi", EOS, 77, 78)
     for params in (
         {},
@@ -116,7 +116,7 @@ def test_nothing_follows_the_end_within_an_accepted_run(seed: int) -> None:
 
 
 def test_each_token_has_its_event() -> None:
-    engine, _ = speculating(saying("abcdefghijkl", "Hi", EOS), shape=CHAIN, knows=1.0)
+    engine, _ = speculating(saying("abcdefghijkl", "Hi", EOS), shape=CHAIN, accuracy=1.0)
     submit(engine, 1, "Hi")
     events = [event for _, event in drain(engine)]
     assert isinstance(events[0], FirstToken)
@@ -228,7 +228,7 @@ def test_unusable_logits_in_a_run_end_their_request_alone() -> None:
     runner = FakeRunner(lambda prefix: EOS if len(prefix) > 60 else 70 + len(prefix) % 5)
     plain, _ = reply_to(make_engine(runner), "good")
     runner.poisoned_token = 73
-    engine, _ = speculating(runner, shape=DraftShape(8, 8), knows=1.0)
+    engine, _ = speculating(runner, shape=DraftShape(8, 8), accuracy=1.0)
     submit(engine, 1, "Hi")
     events = [event for _, event in drain(engine)]
     assert isinstance(events[-1], LlmError)

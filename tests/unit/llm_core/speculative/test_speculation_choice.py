@@ -134,7 +134,7 @@ def test_the_measured_choice_is_the_default(name: str, model: Path, tmp_path: Pa
         assert reply == reply_to(plain, text, max_tokens=20, ignore_eos=True)[0]
     assert_nothing_left(engine)
     assert engine._speculator is not None
-    assert not getattr(engine._speculator._drafter, "_readings", {})
+    assert not getattr(engine._speculator._drafter, "_progress", {})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from llm_core.scheduling.draft_tree import EMPTY, DraftTree
 from llm_core.speculative.control.acceptance_calibration import AcceptanceCalibration
 from llm_core.speculative.control.auto import AutoController
 from llm_core.speculative.control.base import BatchState
-from llm_core.speculative.control.verification_cost import DraftCost, VerificationCost
+from llm_core.speculative.control.costs import DraftCost, VerificationCost
 from llm_core.speculative.drafters.base import DraftShape
 
 MS = 1_000_000
@@ -45,13 +45,13 @@ def test_noise_never_makes_more_rows_cheaper() -> None:
 def test_cost_follows_the_load_for_all_rows_and_forgets_outliers() -> None:
     known = cost(CPU_MS)
     for _ in range(100):
-        known.observe(1, 12 * MS)
+        known.record_forward(1, 12 * MS)
     assert known.ns(1) == pytest.approx(12 * MS, rel=0.05)
     assert known.ns(8) > 20 * MS, "what was not seen is slower too"
     for _ in range(100):
-        known.observe(1, 6 * MS)
+        known.record_forward(1, 6 * MS)
     before = known.ns(1)
-    known.observe(1, 900 * MS)
+    known.record_forward(1, 900 * MS)
     assert known.ns(1) < 1.15 * before
 
 
@@ -60,7 +60,7 @@ def test_the_load_is_known_after_a_few_steps() -> None:
     compared meanwhile spoke for whichever kind of step came later."""
     known = cost(CPU_MS)
     for _ in range(4):
-        known.observe(1, 2.4 * MS)
+        known.record_forward(1, 2.4 * MS)
     assert known.ns(1) == pytest.approx(2.4 * MS, rel=0.02)
     world = World({rows: 0.4 * ms for rows, ms in CPU_MS.items()}, 0.7, draft_ms=0.1)
     rate = world.rate(controller(CPU_MS, 0.3), steps=120)
@@ -68,13 +68,13 @@ def test_the_load_is_known_after_a_few_steps() -> None:
 
 
 def test_a_boastful_drafter_is_believed_less() -> None:
-    truth, rng = AcceptanceCalibration(), random.Random(1)
+    calibration, rng = AcceptanceCalibration(), random.Random(1)
     for _ in range(600):
-        truth.observe(0.92, is_right=rng.random() < 0.4)
-        truth.observe(0.31, is_right=rng.random() < 0.3)
-    assert truth.corrected(0.95) == pytest.approx(0.4, abs=0.1)
-    assert truth.corrected(0.35) == pytest.approx(0.3, abs=0.1)
-    assert AcceptanceCalibration().corrected(0.72) == pytest.approx(0.75)
+        calibration.record_verified(0.92, is_accepted=rng.random() < 0.4)
+        calibration.record_verified(0.31, is_accepted=rng.random() < 0.3)
+    assert calibration.acceptance_rate(0.95) == pytest.approx(0.4, abs=0.1)
+    assert calibration.acceptance_rate(0.35) == pytest.approx(0.3, abs=0.1)
+    assert AcceptanceCalibration().acceptance_rate(0.72) == pytest.approx(0.75)
 
 
 def controller(table_ms: dict[int, float], draft_ms: float = 0.3) -> AutoController:
@@ -83,16 +83,16 @@ def controller(table_ms: dict[int, float], draft_ms: float = 0.3) -> AutoControl
     )
 
 
-def second_shape(auto: AutoController, situation: BatchState) -> DraftShape | None:
+def second_shape(auto: AutoController, batch: BatchState) -> DraftShape | None:
     """What is to be drafted when a first step without drafts was seen."""
-    auto.shape(situation)
-    auto.finished(10 * MS)
-    return auto.shape(situation)
+    auto.draft_shape(batch)
+    auto.record_step(10 * MS)
+    return auto.draft_shape(batch)
 
 
 def chosen(auto: AutoController, trees: list[DraftTree], rows: int | None = None) -> list[int]:
-    situation = BatchState(len(trees), rows or len(trees))
-    return [len(tree) for tree in auto.choose(trees, situation)]
+    batch = BatchState(len(trees), rows or len(trees))
+    return [len(tree) for tree in auto.select_drafts(trees, batch)]
 
 
 def test_drafts_are_verified_as_long_as_they_gain_time() -> None:
@@ -112,7 +112,7 @@ def test_drafts_are_verified_as_long_as_they_gain_time() -> None:
 def test_chosen_drafts_are_trees() -> None:
     tree = DraftTree((5, 6, 7, 8), (-1, -1, 0, 1), (0.5, 0.4, 0.9, 0.1))
     for table in (CPU_MS, MEMORY_BOUND_MS):
-        (kept,) = controller(table).choose([tree], BatchState(1, 1))
+        (kept,) = controller(table).select_drafts([tree], BatchState(1, 1))
         kept.check()
         assert kept.parents[0] == -1 and kept.token_ids[0] == 5
 
@@ -134,9 +134,9 @@ class World:
         confidence = random.Random(3)  # the same whatever is drafted
         spent = tokens = 0.0
         for step in range(steps):
-            situation = BatchState(self.streams, self.streams)
+            batch = BatchState(self.streams, self.streams)
             before, limit = spent, depth
-            shape = None if auto is None else auto.shape(situation)
+            shape = None if auto is None else auto.draft_shape(batch)
             if auto is not None:
                 limit = 0 if shape is None else min(shape.max_depth, shape.max_drafts)
             trees = [self.chain(confidence, limit, shape) for _ in range(self.streams)]
@@ -145,8 +145,8 @@ class World:
                 drafting = self.draft_ms * (1 + (deepest - 1) / 2) * rng.uniform(0.9, 1.2)
                 spent += drafting + self.overhead_ms
                 if auto is not None:
-                    auto.drafted(trees, round(drafting * MS))
-                    trees = auto.choose(trees, situation)
+                    auto.record_drafting(trees, round(drafting * MS))
+                    trees = auto.select_drafts(trees, batch)
             rows = self.streams + sum(map(len, trees))
             forward = real.ns(rows) / MS * rng.uniform(0.95, 1.1)
             forward *= 4 if step % 100 == 50 else 1  # somebody else had the core
@@ -156,12 +156,12 @@ class World:
                 while right < len(tree) and rng.random() < tree.probabilities[right] - self.boast:
                     right += 1
                 if auto is not None and tree:
-                    auto.verified(tree, list(range(right + 1)))
+                    auto.record_accepted(tree, list(range(right + 1)))
                 # What is to be expected, with less noise than what came true.
                 tokens += 1 + sum(accumulate((p - self.boast for p in tree.probabilities), mul))
             if auto is not None:
-                auto.stepped(rows, round(forward * MS))
-                auto.finished(round((spent - before) * MS))
+                auto.record_forward(rows, round(forward * MS))
+                auto.record_step(round((spent - before) * MS))
         return tokens / self.streams / spent
 
     def chain(self, rng: random.Random, limit: int, shape: DraftShape | None) -> DraftTree:
@@ -174,7 +174,7 @@ class World:
             likely = self.accuracy + draw
             said.append(min(1.0, likely + self.boast))
             path *= said[-1]
-            if shape is not None and path < shape.least_followed:
+            if shape is not None and path < shape.min_expand_probability:
                 break
         return DraftTree.chain(list(range(len(said))), said)
 
@@ -213,39 +213,39 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
     World(CPU_MS, 0.1, overhead_ms=2.0).rate(auto)
     shapes = []
     for _ in range(2000):
-        shapes.append(auto.shape(BatchState(1, 1)) is not None)
-        auto.finished(6 * MS)
+        shapes.append(auto.draft_shape(BatchState(1, 1)) is not None)
+        auto.record_step(6 * MS)
     assert 0 < sum(shapes) < 40
 
 
-class Watched(AutoController):
-    """Remembers in which steps it drafted, and listened."""
+class RecordingController(AutoController):
+    """Records in which steps it drafted, and captured hidden states."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS, cost(CPU_MS), DraftCost({1: 0.3 * MS, 3: 0.6 * MS}))
         self.drafts: list[bool] = []
-        self.heard: list[bool] = []
+        self.captured: list[bool] = []
 
-    def shape(self, situation: BatchState) -> DraftShape | None:
-        shape = super().shape(situation)
+    def draft_shape(self, batch: BatchState) -> DraftShape | None:
+        shape = super().draft_shape(batch)
         self.drafts.append(shape is not None)
-        self.heard.append(self.listens)
+        self.captured.append(self.wants_hidden_states)
         return shape
 
 
 def test_what_cannot_pay_is_tried_less_and_not_listened_for() -> None:
     """Sixteen streams, whose drafts are right as often as a single one's, which is known by then:
     the costs foretell that trials would fail."""
-    auto = Watched()
+    auto = RecordingController()
     World(CPU_MS, 0.3).rate(auto)
     first = len(auto.drafts)
     World(CPU_MS, 0.3, streams=16, draft_ms=1.2).rate(auto, steps=3000)
-    drafts, heard = auto.drafts[first:], auto.heard[first:]
+    drafts, captured = auto.drafts[first:], auto.captured[first:]
     assert 0 < sum(drafts) < 80
     assert not any(drafts[:48]), "the first trial is left out"
     for step, has_drafts in enumerate(drafts):
-        assert not has_drafts or all(heard[max(0, step - 60) : step + 1])
-    assert sum(heard) < 1000
+        assert not has_drafts or all(captured[max(0, step - 60) : step + 1])
+    assert sum(captured) < 1000
 
 
 def test_what_begins_to_pay_is_noticed() -> None:
@@ -261,13 +261,13 @@ def test_only_what_is_sure_is_followed() -> None:
     worth it, but the doubtful one itself is worth its row."""
     shape = second_shape(controller(CPU_MS), BatchState(1, 1))
     assert shape is not None
-    assert shape.least_probability < 0.05 < 0.3 < shape.least_followed
+    assert shape.min_path_probability < 0.05 < 0.3 < shape.min_expand_probability
 
 
 def test_streams_that_can_wait_leave_the_step_to_a_prompt() -> None:
     auto = controller(CPU_MS)
-    assert second_shape(auto, BatchState(2, 40, is_patient=True)) is None
-    assert second_shape(auto, BatchState(2, 2, is_patient=True)) is not None
+    assert second_shape(auto, BatchState(2, 40, has_slack=True)) is None
+    assert second_shape(auto, BatchState(2, 2, has_slack=True)) is not None
     assert second_shape(auto, BatchState(2, 40)) is not None
 
 

@@ -27,9 +27,9 @@ from llm_core.speculative.drafters.draft_model import DraftModelDrafter
 from llm_core.speculative.drafters.eagle import EagleDrafter
 from llm_core.speculative.drafters.medusa import MedusaDrafter
 from llm_core.speculative.drafters.ngram import NgramDrafter
-from llm_core.speculative.heads.eagle import EagleHead, TargetRows
+from llm_core.speculative.heads.eagle import EagleHead, TargetEmbeddings
 from llm_core.speculative.heads.medusa import MedusaHeads
-from tests.support.fake_drafter import OF_THE_TARGET, GuessingDrafter, RestingController
+from tests.support.fake_drafter import EXACT_COUPLING, GuessingDrafter, RestingController
 from tests.support.random_heads import head_config, head_tensors
 from tests.support.random_llama import random_weights, run_chunk, tiny_config
 from tests.support.tiny_model import TOKENS
@@ -51,8 +51,8 @@ def runner() -> ModelRunner:
     return ModelRunner(CONFIG, weights, RunnerOptions(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
 
 
-def target_rows() -> TargetRows:
-    return TargetRows.of(CONFIG, random_weights(CONFIG))
+def target_rows() -> TargetEmbeddings:
+    return TargetEmbeddings.of(CONFIG, random_weights(CONFIG))
 
 
 def eagle(kind: Any = "eagle3", **changes: Any) -> Drafter:
@@ -75,7 +75,7 @@ def draft_model() -> Drafter:
     weights = random_weights(CONFIG)
     weights["head"] = weights["head"] * 3
     model = ModelRunner(CONFIG, weights, RunnerOptions(num_blocks=100, block_size=8))
-    return DraftModelDrafter(model, vocab_size=len(TOKENS), nearness=OF_THE_TARGET)
+    return DraftModelDrafter(model, vocab_size=len(TOKENS), coupling=EXACT_COUPLING)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -217,7 +217,7 @@ def said_by_seed(shape_name: str) -> list[Text]:
     drafter = DraftModelDrafter(
         ModelRunner(CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=400, block_size=8)),
         vocab_size=len(TOKENS),
-        nearness=OF_THE_TARGET,
+        coupling=EXACT_COUPLING,
     )
     engine = make_engine(model, max_sequences=24, max_waiting=1000)
     engine.speculate(drafter, FixedController(SHAPES[shape_name]))
