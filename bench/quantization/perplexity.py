@@ -33,11 +33,11 @@ from llm_core.loading.safetensors_writer import write_safetensors
 from llm_core.messages import EngineConfig
 from llm_core.model.runner import ModelRunner
 from llm_core.offline.perplexity import surprisals, windows_of
-from llm_core.offline.plain_model import PlainModel
 from llm_core.offline.quantize.layers import LayerMethod, LayerRecipe, quantize_layers
 from llm_core.offline.quantize.rounding import GridSpec, round_to_nearest
 from llm_core.offline.self_text import write_conversations
-from llm_core.offline.texts import writing_runner
+from llm_core.offline.texts import generation_runner
+from llm_core.offline.trainable_decoder import TrainableDecoder
 from llm_core.quant.formats import quantize_float8, quantize_int8
 
 WINDOW_LEN = 256
@@ -67,7 +67,7 @@ def conversations(opened: OpenModel, model: str, work: Path, count: int, seed: i
     kept = work / f"own-{seed}-{count}.json"
     if not kept.exists():
         ids = write_conversations(
-            writing_runner(opened.model, model, WINDOW_LEN, 2),
+            generation_runner(opened.model, model, WINDOW_LEN, 2),
             opened.tokenizer,
             opened.template,
             num_conversations=count,
@@ -96,7 +96,7 @@ def texts(opened: OpenModel, arguments: argparse.Namespace) -> dict[str, torch.T
 # --- likelihoods ----------------------------------------------------------------------------------
 
 
-def plain_nll(model: PlainModel, windows: torch.Tensor) -> list[float]:
+def plain_nll(model: TrainableDecoder, windows: torch.Tensor) -> list[float]:
     """Negative log-likelihood of each window, nats summed over its tokens but the first."""
     result: list[float] = []
     with torch.inference_mode():
@@ -161,7 +161,7 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 LAYER_PARTS = ("query", "key", "value", "attention_output", "gate", "up", "down")
 
 
-def with_form(model: PlainModel, form: str) -> PlainModel:
+def with_form(model: TrainableDecoder, form: str) -> TrainableDecoder:
     """Changes the matrices; "+head": the embedding and the head as well. "int8 of X": only X."""
     name, _, part = form.removesuffix("+head").partition(" of ")
     if name in FORMS:
@@ -178,8 +178,8 @@ def with_form(model: PlainModel, form: str) -> PlainModel:
     return model
 
 
-def plain(opened: OpenModel) -> PlainModel:
-    return PlainModel(opened.model.config, opened.model.weights, WINDOW_LEN)
+def plain(opened: OpenModel) -> TrainableDecoder:
+    return TrainableDecoder(opened.model.config, opened.model.weights, WINDOW_LEN)
 
 
 def runner(opened: OpenModel, model: str, weight_format: str) -> ModelRunner:
@@ -196,12 +196,12 @@ def runner(opened: OpenModel, model: str, weight_format: str) -> ModelRunner:
 
 def calibrated(
     opened: OpenModel, arguments: argparse.Namespace, recipe: LayerRecipe, seed: int
-) -> PlainModel:
+) -> TrainableDecoder:
     """The model with its layers' matrices rounded; kept in the work directory, since it takes
     minutes."""
     spec = recipe.spec
     kept = arguments.work / (
-        f"{recipe.method}-{spec.bits}-{spec.group}-{spec.is_symmetric}-{recipe.narrows}-{seed}"
+        f"{recipe.method}-{spec.bits}-{spec.group}-{spec.is_symmetric}-{recipe.clips}-{seed}"
         ".safetensors"
     )
     if not kept.exists():
@@ -213,11 +213,11 @@ def calibrated(
         write_safetensors(kept, changed.named_weights())
     with SafetensorsFile(kept) as file:
         weights = {name: file.read(name) for name in file.tensors}
-    return PlainModel(opened.model.config, weights, WINDOW_LEN)
+    return TrainableDecoder(opened.model.config, weights, WINDOW_LEN)
 
 
 CALIBRATED = {
-    "int8, gptq": LayerRecipe("gptq", GridSpec(8, 1536, True), narrows=False),
+    "int8, gptq": LayerRecipe("gptq", GridSpec(8, 1536, True), clips=False),
 }
 
 
@@ -250,13 +250,13 @@ def method_variants(seeds: list[int]) -> Iterator[tuple[str, LayerRecipe, int]]:
     no form for a last group that is shorter."""
     blind: LayerMethod = "rtn"
     for group in (64, 128):
-        yield f"rtn g{group}", LayerRecipe(blind, GridSpec(4, group), narrows=False), seeds[0]
-    for narrows in (True, False):
+        yield f"rtn g{group}", LayerRecipe(blind, GridSpec(4, group), clips=False), seeds[0]
+    for clips in (True, False):
         for seed in seeds:
             methods: list[tuple[LayerMethod, int]] = [("awq", 64), ("gptq", 64), ("gptq", 128)]
-            for method, group in methods + ([("rtn", 64), ("rtn", 128)] if narrows else []):
-                name = f"{method} g{group}{' narrowed' if narrows else ''} #{seed}"
-                yield name, LayerRecipe(method, GridSpec(4, group), narrows=narrows), seed
+            for method, group in methods + ([("rtn", 64), ("rtn", 128)] if clips else []):
+                name = f"{method} g{group}{' narrowed' if clips else ''} #{seed}"
+                yield name, LayerRecipe(method, GridSpec(4, group), clips=clips), seed
 
 
 def compare_methods(

@@ -1,4 +1,4 @@
-"""Work on whole models that nobody waits for: measuring, quantising, pruning, distilling."""
+"""Offline jobs on whole models: perplexity, quantisation, distillation, training of draft heads."""
 
 from llm_core.offline.jobs import (
     distill_model,

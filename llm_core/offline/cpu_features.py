@@ -1,4 +1,4 @@
-"""What this CPU computes fast."""
+"""CPU features that training depends on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has products of bfloat16: with them a step of a training takes about a third
-    of the time (measured on a Zen 5); in software they are slower than float32."""
+    """Whether this CPU has bfloat16 dot products. With them a training step takes about a third of
+    the time (measured on Zen 5); emulated they are slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,8 +1,8 @@
-"""Work on whole models, for whoever starts it and waits: perplexity, quantising, distilling,
-shortening prompts.
+"""Entry points of the offline jobs: perplexity, quantisation, distillation, prompt shortening and
+training of draft heads.
 
-Everything runs in the calling process and thread. The functions load torch when they are called.
-All raise LlmError: ModelLoadError for files, InvalidRequestError for what cannot be done.
+Each job runs in the calling thread and imports torch when it is called. All raise LlmError:
+ModelLoadError for unreadable files, InvalidRequestError for options that cannot be met.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from llm_core.offline.options import (
 
 
 def measure_perplexity(options: PerplexityOptions, progress: Progress) -> PerplexityReport:
-    """Reads the text through the model."""
+    """Measures the perplexity of a text."""
     from llm_core.offline.perplexity_job import measure
 
     return measure(options, progress)
 
 
 def quantize_model(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
-    """Writes a quantised copy of a model as a Hugging Face directory and measures both."""
+    """Writes a quantised copy of a model as a Hugging Face directory; measures both."""
     from llm_core.offline.quantize.job import quantize
 
     return quantize(options, progress)
@@ -47,7 +47,7 @@ def distill_model(options: DistillOptions, progress: Progress) -> DistillReport:
 
 
 def shorten_text(options: ShortenOptions, progress: Progress) -> ShortenReport:
-    """Leaves sentences out of a text that is to go into prompts."""
+    """Drops sentences of a text that will be part of prompts."""
     from llm_core.offline.shorten import shorten
 
     return shorten(options, progress)
@@ -56,7 +56,7 @@ def shorten_text(options: ShortenOptions, progress: Progress) -> ShortenReport:
 def train_head(
     options: TrainHeadOptions, progress: Progress, on_training: Callable[[HeadProgress], None]
 ) -> TrainHeadReport:
-    """Lets a model talk to itself and trains a head that drafts for it."""
+    """Generates conversations with a model and trains a draft head for it on them."""
     from llm_core.offline.train_head.job import train
 
     return train(options, progress, on_training)

@@ -1,7 +1,7 @@
 """Perplexity: exp of the mean negative log-likelihood of a text's tokens.
 
-The text is cut into windows that are read independently; the first token of each is given and not
-counted. So the figure depends on the window's length: compare only what was read alike.
+The text is cut into windows that are evaluated independently; the first token of each is not
+predicted. The figure therefore depends on the window length: compare only equal ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llm_core.batch import ForwardBatch, Segment
 from llm_core.errors import InvalidRequestError
 from llm_core.model import ModelRunner
 
-_CHUNK_LEN = 128  # rows whose logits are held at once
+_CHUNK_LEN = 128  # tokens whose logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Likelihood:
 
     @property
     def perplexity(self) -> float:
-        """Infinite where the mean is beyond what a float can hold."""
+        """Infinite where the mean exceeds the range of exp."""
         mean = self.nll / self.num_tokens
         return math.exp(mean) if mean < 700 else math.inf
 
 
 def windows_of(token_ids: list[int], window_len: int) -> torch.Tensor:
-    """int64 [S, window_len]: the text in windows; what does not fill one at the end is left out.
+    """int64 [S, window_len]: the text in windows, without an incomplete one at the end.
 
-    Raises InvalidRequestError when not even one is filled.
+    Raises InvalidRequestError when there is no complete window.
     """
     num_windows = len(token_ids) // window_len
     if num_windows == 0:
@@ -50,7 +50,7 @@ def windows_of(token_ids: list[int], window_len: int) -> torch.Tensor:
 def likelihood(
     runner: ModelRunner, windows: torch.Tensor, on_window: Callable[[int, int], None]
 ) -> Likelihood:
-    """Of int64 windows [S, T], T at least 2 and at most ``runner.max_context``.
+    """The likelihood of int64 windows [S, T], with T from 2 to ``runner.max_context``.
 
     ``on_window(done, total)`` is called after each.
     """
@@ -63,8 +63,8 @@ def likelihood(
 
 
 def surprisals(runner: ModelRunner, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """-ln p of each token of int64 ids [T] after all before it: float32 [T - 1] in parts, for the
-    first is given. T is at most ``runner.max_context``."""
+    """-ln p of each token of int64 ids [T] but the first, given all before it: float32 [T - 1] in
+    chunks. T is at most ``runner.max_context``."""
     blocks = tuple(range(-(-len(ids) // runner.block_size)))
     for start in range(0, len(ids) - 1, _CHUNK_LEN):
         end = min(start + _CHUNK_LEN, len(ids) - 1)

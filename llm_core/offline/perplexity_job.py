@@ -1,4 +1,4 @@
-"""The job behind ``measure_perplexity``."""
+"""The job of ``measure_perplexity``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_core.offline.texts import exact_runner
 
 
 def measure(options: PerplexityOptions, progress: Progress) -> PerplexityReport:
-    """Raises LlmError."""
+    """Runs the job. Raises LlmError."""
     with open_model(options.model_path) as opened:
         ids = opened.tokenizer.encode(options.text)[: options.max_tokens]
         windows = windows_of(ids, options.window_len)
@@ -24,7 +24,7 @@ def measure(options: PerplexityOptions, progress: Progress) -> PerplexityReport:
                 options.num_threads,
                 options.weight_format,
             )
-        except ValueError as error:  # an unknown format
+        except ValueError as error:  # unknown weight format
             raise InvalidRequestError(str(error)) from error
     result = likelihood(runner, windows, partial(progress, "perplexity"))
     return PerplexityReport(

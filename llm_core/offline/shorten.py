@@ -1,10 +1,10 @@
-"""Shorter text for a prompt: the sentences that tell the model most, in their order, in a budget.
+"""Prompt shortening: keeps the most informative sentences of a text within a token budget.
 
-A sentence's score is its surprisal: the mean of -log2 p(token | text so far), in bits a token, by
-the very model that is to read it (Li et al. 2023, "Selective Context"). What repeats earlier text
-or could be guessed has a low score. With a question the score is instead how much likelier the
-question's tokens are after the sentence than after nothing (Jiang et al. 2023, "LongLLMLingua").
-Whole sentences are kept or left out, so that what is left can still be read aloud.
+A sentence's score is its surprisal, the mean of -log2 p(token | text so far) in bits per token,
+under the model that will read it (Li et al. 2023, "Selective Context"): repetition and predictable
+text score low. With a question the score is instead the gain in log-probability of the question's
+tokens after the sentence (Jiang et al. 2023, "LongLLMLingua"). Sentences are kept or dropped whole,
+in their order, so that the result can be read aloud.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from llm_core.offline.options import Progress, ShortenOptions, ShortenReport
 from llm_core.offline.perplexity import surprisals
 from llm_core.tokenizer import Tokenizer
 
-# A sentence ends at its mark before a space, or with its line.
+# After sentence punctuation before whitespace, and before line ends.
 _BOUNDARY = re.compile(r"(?<=[.!?;])(?=\s)|(?<=[.!?]['\")\]])(?=\s)|(?=\n)")
 _MAX_SENTENCE_TOKENS = 256
-_MAX_CONTEXT = 4096  # text read in one piece
+_MAX_CONTEXT = 4096  # tokens computed in one sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """``text`` begins with the whitespace before it; ``score`` in bits a token."""
+    """``text`` includes the whitespace before it; ``score`` in bits per token."""
 
     text: str
     token_ids: list[int]
@@ -42,7 +42,7 @@ class Sentence:
 
 
 def shorten(options: ShortenOptions, progress: Progress) -> ShortenReport:
-    """Raises LlmError."""
+    """Runs the job. Raises LlmError."""
     start_s = time.monotonic()
     with open_model(options.model_path) as opened:
         config = EngineConfig(
@@ -77,7 +77,7 @@ def shorten(options: ShortenOptions, progress: Progress) -> ShortenReport:
 
 
 def sentences_of(text: str, tokenizer: Tokenizer) -> list[Sentence]:
-    """All of ``text``, cut after sentences and lines; what has no end for too long is cut there."""
+    """``text`` split at the ends of sentences and lines; longer ones are split between words."""
     sentences: list[Sentence] = []
     gap = ""
     for piece in _BOUNDARY.split(text):
@@ -97,7 +97,7 @@ def sentences_of(text: str, tokenizer: Tokenizer) -> list[Sentence]:
 
 
 def choose(sentences: Sequence[Sentence], max_tokens: int) -> list[Sentence]:
-    """Those of the highest scores that fit into ``max_tokens`` together, in their order."""
+    """The sentences with the highest scores that fit into ``max_tokens``, in their order."""
     order = sorted(range(len(sentences)), key=lambda i: (-sentences[i].score, i))
     kept: set[int] = set()
     left = max_tokens
@@ -112,14 +112,14 @@ def choose(sentences: Sequence[Sentence], max_tokens: int) -> list[Sentence]:
 def scored_by_surprisal(
     runner: ModelRunner, sentences: Sequence[Sentence], on_tokens: Callable[[int, int], None]
 ) -> list[Sentence]:
-    """``sentences`` with the surprisal of each after all before it; a text longer than the model's
-    context is read in pieces. ``on_tokens(read, total)`` is called as it goes on."""
+    """``sentences`` scored by surprisal given all before them. A text longer than the model's
+    context is computed in pieces. ``on_tokens(done, total)`` reports progress."""
     total = sum(len(s.token_ids) for s in sentences)
     scored: list[Sentence] = []
     read = 0
     for piece in _pieces(sentences, runner.max_context):
         ids = [token for s in piece for token in s.token_ids]
-        # Nothing predicts the first token: it counts as one of all.
+        # Nothing predicts the first token: uniform over the vocabulary.
         bits = [math.log2(runner.config.vocab_size)]
         for part in _bits_in_parts(runner, ids):
             bits += part
@@ -140,9 +140,10 @@ def scored_by_question(
     question_ids: list[int],
     on_tokens: Callable[[int, int], None],
 ) -> list[Sentence]:
-    """``sentences`` with what each takes from the question's surprisal, a token of the question.
+    """``sentences`` scored by how much each reduces the question's surprisal, per token of the
+    question.
 
-    Raises InvalidRequestError for a question that is empty or beyond half of the context.
+    Raises InvalidRequestError for a question that is empty or longer than half of the context.
     """
     if not 2 <= len(question_ids) <= runner.max_context // 2:
         raise InvalidRequestError(
@@ -161,18 +162,18 @@ def scored_by_question(
 
 
 def _question_bits(runner: ModelRunner, before: list[int], question_ids: list[int]) -> float:
-    """Surprisal of the question's tokens but the first, in bits, after ``before``."""
+    """Surprisal in bits of the question's tokens but the first, given ``before``."""
     ids = before[: runner.max_context - len(question_ids)] + question_ids
     return sum(surprisal_bits(runner, ids)[-(len(question_ids) - 1) :])
 
 
 def surprisal_bits(runner: ModelRunner, ids: list[int]) -> list[float]:
-    """-log2 p of each of ``ids`` but the first; at most the context's number of them."""
+    """-log2 p of each of ``ids`` but the first; at most ``runner.max_context`` of them."""
     return [bits for part in _bits_in_parts(runner, ids) for bits in part]
 
 
 def _bits_in_parts(runner: ModelRunner, ids: list[int]) -> Iterator[list[float]]:
-    """The surprisal of all of ``ids`` but the first."""
+    """``surprisal_bits`` in chunks."""
     for nats in surprisals(runner, torch.tensor(ids, dtype=torch.int64)):
         yield (nats / math.log(2)).tolist()
 

@@ -1,4 +1,4 @@
-"""Token windows to calibrate, train and measure with: of a given text, or of the model's own."""
+"""Token windows for calibration, training and evaluation, and the runners that compute them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_core.offline.options import DistillOptions, QuantizeOptions
 from llm_core.offline.perplexity import windows_of
 from llm_core.offline.self_text import NUM_STREAMS, write_conversations
 
-_HELD_OUT_SHARE = 8  # one window of so many, and at least one, is kept for measuring
+_HELD_OUT_DIVISOR = 8  # one of 8 windows, and at least one, is held out
 
 
 def text_windows(
@@ -22,9 +22,9 @@ def text_windows(
     options: QuantizeOptions | DistillOptions,
     on_progress: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """int64 [S, window_len]: windows of ``options.text`` spread evenly over it, or (None)
-    conversations that the model writes. Raises InvalidRequestError when the text is too short for
-    two."""
+    """int64 [S, window_len]: windows spaced evenly over ``options.text`` or, if it is None,
+    conversations that the model generates. Raises InvalidRequestError when the text is too short
+    for two windows."""
     num_windows, window_len = options.num_windows, options.window_len
     if options.text is not None:
         windows = windows_of(opened.tokenizer.encode(options.text), window_len)
@@ -36,7 +36,9 @@ def text_windows(
             windows = windows[torch.linspace(0, len(windows) - 1, num_windows).long()]
         on_progress(1, 1)
         return windows
-    runner = writing_runner(opened.model, str(options.model_path), window_len, options.num_threads)
+    runner = generation_runner(
+        opened.model, str(options.model_path), window_len, options.num_threads
+    )
     return write_conversations(
         runner,
         opened.tokenizer,
@@ -49,15 +51,15 @@ def text_windows(
 
 
 def held_out(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(to work with, to measure with); at least two windows are needed."""
-    count = max(1, len(windows) // _HELD_OUT_SHARE)
+    """(windows to calibrate or train with, held-out windows) of at least two."""
+    count = max(1, len(windows) // _HELD_OUT_DIVISOR)
     return windows[:-count], windows[-count:]
 
 
-def writing_runner(
+def generation_runner(
     model: ModelWeights, model_path: str, length: int, num_threads: int
 ) -> ModelRunner:
-    """The fastest runner that there is, with room for NUM_STREAMS sequences of ``length``."""
+    """The fastest available runner, with KV blocks for NUM_STREAMS sequences of ``length``."""
     _check_length(model, length)
     rounded = -(-length // 16) * 16
     config = EngineConfig(
@@ -73,8 +75,8 @@ def writing_runner(
 def exact_runner(
     model: ModelWeights, model_path: str, length: int, num_threads: int, weight_format: str
 ) -> ModelRunner:
-    """Torch's operations on weights in ``weight_format`` ("auto": the engine's own choice), for
-    one sequence of ``length``."""
+    """A runner for one sequence of ``length``: PyTorch with weights in ``weight_format``, or the
+    engine's own choice for "auto"."""
     _check_length(model, length)
     config = EngineConfig(
         model_path=model_path,

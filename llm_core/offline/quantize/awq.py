@@ -1,7 +1,7 @@
-"""AWQ: inputs with large activations get finer weights, by scaling before rounding.
+"""AWQ: weights of inputs with large activations get more precision, by scaling before rounding.
 
-Lin, Tang, Tang, Yang, Dang, Han 2023 (arXiv:2306.00978). W x = (W diag(s)) (x / s): columns whose
-inputs are large are made larger and so lose less to rounding; 1 / s goes into whatever makes x.
+Lin, Tang, Tang, Yang, Dang, Han 2023 (arXiv:2306.00978). W x = (W diag(s)) (x / s): columns with
+large inputs are scaled up and lose less to rounding; 1 / s is folded into the producer of x.
 s = a^alpha with a the mean magnitude of each input, alpha from a grid of 20, chosen by the error of
 the outputs. That error, tr(D H D^T) for a change D of the weight, needs only H = X X^T.
 """
@@ -29,10 +29,10 @@ def search_scales(
     *,
     shared_by: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float32 [K]: by what to multiply the columns of weight [N, K] and divide its inputs.
+    """float32 [K]: factors for the columns of weight [N, K], divisors of its inputs.
 
-    ``magnitude`` [K] is the mean of |x|. ``shared_by`` int64 [K] numbers inputs that must have a
-    common scale (value heads that several query heads read).
+    ``magnitude`` [K] is the mean of |x|. ``shared_by`` int64 [K]: inputs with the same number
+    get a common scale (value heads that several query heads share).
     """
     base = magnitude.clamp_min(1e-4)
     if shared_by is not None:
@@ -52,13 +52,13 @@ def search_scales(
 def awq_round(
     weight: torch.Tensor, hessian: torch.Tensor, spec: GridSpec, *, clip: bool
 ) -> RoundedMatrix:
-    """A weight [N, K] that is scaled already, and the hessian of its scaled inputs."""
+    """Rounds an already scaled weight [N, K]; ``hessian`` [K, K] is of its scaled inputs."""
     grid = clipped_grid(weight, hessian, spec) if clip else grid_of(weight, spec)
     return on_grid(weight, spec, grid)
 
 
 def _mean_by(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Means of the values that have the same number, [numbers]."""
+    """Mean of the values with each index, [max index + 1]."""
     count = int(index.max()) + 1
     sums = torch.zeros(count).index_add_(0, index, values)
     return sums / torch.bincount(index, minlength=count)

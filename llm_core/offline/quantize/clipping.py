@@ -1,4 +1,4 @@
-"""Narrower grids: a few values at the ends lose, and all others gain finer steps."""
+"""Clipped grids: outliers saturate, and all other values get finer steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SHRINK_STEP = 0.05
 
 
 def clipped_grid(weight: torch.Tensor, hessian: torch.Tensor, spec: GridSpec) -> Grid:
-    """The grid of each group, narrowed where the error of that group's part of the output shrinks.
+    """The grid of each group, clipped where that reduces the error of its part of the output.
 
-    weight [N, K] and hessian [K, K] as they are after scaling.
+    weight [N, K] and hessian [K, K] after scaling.
     """
     num_out, num_in = weight.shape
     padded_len = spec.num_groups(num_in) * spec.group

@@ -1,7 +1,7 @@
-"""A model, quantised or not, as a Hugging Face directory.
+"""Writes a model, quantised or not, as a Hugging Face directory.
 
-Matrices take the layout of the method's usual files: GPTQ and AWQ as their first tools wrote them,
-8-bit integers and FP8 as compressed-tensors. Whatever is not quantised becomes float16.
+Quantised matrices use the established formats: GPTQ (AutoGPTQ), AWQ (AutoAWQ "gemm"), and
+compressed-tensors for INT8 and FP8. Other tensors become float16.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _FUSED = {
     **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
 }
 _PACKERS = {"gptq": gptq_tensors, "awq": awq_tensors, "int8": int8_tensors}
-_LARGEST_FLOAT16 = 65504.0
+_MAX_FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What to write: ``weights`` by the names of ``weight_shapes``; matrices that are also in
-    ``rounded`` are written from there. ``settings`` becomes quantization_config."""
+    """A model to write: ``weights`` by the names of ``weight_shapes``; matrices in ``rounded``
+    replace those of the same name. ``settings`` becomes quantization_config."""
 
     config: ModelConfig
     weights: Mapping[str, torch.Tensor]
@@ -58,7 +58,7 @@ class Exported:
 
 
 def check_target(out_dir: Path) -> None:
-    """Raises InvalidRequestError unless a directory can be made at ``out_dir``."""
+    """Raises InvalidRequestError unless a directory can be created at ``out_dir``."""
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise InvalidRequestError(f"{out_dir} exists already and is not an empty directory")
     if not out_dir.absolute().parent.is_dir():
@@ -66,9 +66,8 @@ def check_target(out_dir: Path) -> None:
 
 
 def export_model(out_dir: Path, source: Path, exported: Exported) -> None:
-    """Writes the directory ``out_dir``, complete or not at all; ``source`` is where the tokenizer
-    and, if it is a Hugging Face directory, the configuration come from. Raises ModelLoadError for a
-    source that is unsound."""
+    """Writes the directory ``out_dir`` atomically. The tokenizer and, for a Hugging Face directory,
+    the configuration are taken from ``source``. Raises ModelLoadError for a damaged source."""
     check_target(out_dir)
     partial = out_dir.absolute().with_name(f".{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +85,7 @@ def export_model(out_dir: Path, source: Path, exported: Exported) -> None:
 
 
 def _write_tokenizer(target: Path, source: Path, model_config: ModelConfig) -> dict[str, Any]:
-    """Returns the configuration to write."""
+    """Writes the tokenizer's files; returns the content of config.json."""
     if source.is_dir():
         for name in _COPIED:
             if (source / name).exists():
@@ -114,12 +113,12 @@ def _tensors(exported: Exported) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, list[torch.Tensor | RoundedMatrix]] = {}
     for name, weight in exported.weights.items():
-        value = _in_their_order(exported.config, name, exported.rounded.get(name, weight))
-        base = _their_name(exported.config, name)
+        value = _in_hf_order(exported.config, name, exported.rounded.get(name, weight))
+        base = _hf_name(exported.config, name)
         fused.setdefault(base, []).append(value)
     for base, parts in fused.items():
         is_layer_matrix = ".layers." in base and base.endswith("_proj")
-        matrix = _joined(parts)
+        matrix = _stacked(parts)
         if isinstance(matrix, RoundedMatrix):
             pack = _PACKERS[exported.container]
             tensors |= {f"{base}.{part}": tensor for part, tensor in pack(matrix).items()}
@@ -132,8 +131,8 @@ def _tensors(exported: Exported) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _their_name(config: ModelConfig, name: str) -> str:
-    """Without ".weight"."""
+def _hf_name(config: ModelConfig, name: str) -> str:
+    """The name in Hugging Face checkpoints, without ".weight"."""
     outside = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     if name in outside:
         return outside[name]
@@ -146,24 +145,25 @@ def _their_name(config: ModelConfig, name: str) -> str:
     return f"model.layers.{index}.{names[part]}"
 
 
-def _in_their_order(
+def _in_hf_order(
     config: ModelConfig, name: str, value: torch.Tensor | RoundedMatrix
 ) -> torch.Tensor | RoundedMatrix:
-    """Halves instead of interleaved pairs; Gemma's norms less one."""
+    """As Hugging Face stores it: rotary rows in halves instead of pairs; Gemma's norms minus
+    one."""
     part = name.rpartition(".")[2]
     if part in TURNING:
         num_rows = value.shape[0] if isinstance(value, torch.Tensor) else value.codes.shape[0]
         order = interleaved(num_rows // config.head_dim, config.head_dim, config.num_rotated)
         inverse = order.argsort()
-        value = value[inverse] if isinstance(value, torch.Tensor) else value.take(inverse)
+        value = value[inverse] if isinstance(value, torch.Tensor) else value.select_rows(inverse)
     if part.endswith("_norm") and config.family in ("gemma2", "gemma3"):
         assert isinstance(value, torch.Tensor), "norms are plain tensors"
         return value - 1
     return value
 
 
-def _joined(parts: Sequence[torch.Tensor | RoundedMatrix]) -> torch.Tensor | RoundedMatrix:
-    """Rows of all parts, which are all tensors or all on the same kind of grid."""
+def _stacked(parts: Sequence[torch.Tensor | RoundedMatrix]) -> torch.Tensor | RoundedMatrix:
+    """The rows of all parts, which are all tensors or all rounded with the same ``GridSpec``."""
     matrices = [part for part in parts if isinstance(part, RoundedMatrix)]
     if not matrices:
         return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
@@ -175,5 +175,5 @@ def _joined(parts: Sequence[torch.Tensor | RoundedMatrix]) -> torch.Tensor | Rou
 
 def _as_float(values: torch.Tensor) -> torch.Tensor:
     """float16, or bfloat16 where that would overflow."""
-    fits = bool(values.abs().max() <= _LARGEST_FLOAT16)
+    fits = bool(values.abs().max() <= _MAX_FLOAT16)
     return values.to(torch.float16 if fits else torch.bfloat16)

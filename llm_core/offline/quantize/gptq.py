@@ -1,4 +1,4 @@
-"""GPTQ: each weight that is rounded passes its error on to those not rounded yet.
+"""GPTQ: the error of each rounded weight is compensated by those that are not rounded yet.
 
 Frantar, Ashkboos, Hoefler, Alistarh 2022 (arXiv:2210.17323). For a matrix W with inputs X the loss
 ||W X - Q X||^2 is a quadratic with the Hessian H = X X^T (times 2), the same for all rows. Columns
@@ -14,9 +14,9 @@ from llm_core.offline.quantize.clipping import clipped_grid
 from llm_core.offline.quantize.rounding import Grid, GridSpec, RoundedMatrix, grid_of, round_to
 
 _BLOCK_LEN = 128
-# The paper's. SmolLM2 with 16,000 tokens, grids not narrowed: perplexity of its own held-out
-# conversations 10.58; with 0.1 10.70. With 2,500 tokens the Hessian of 1,536 inputs is
-# too badly known for 0.01.
+# As in the paper. SmolLM2 calibrated with 16,000 tokens, grids not clipped: perplexity of its own
+# held-out conversations 10.58; with 0.1 10.70. With 2,500 tokens the Hessian of 1,536 inputs is too
+# noisy for 0.01.
 DAMPING = 0.01
 
 
@@ -26,16 +26,15 @@ def gptq(
     spec: GridSpec,
     *,
     act_order: bool = False,
-    narrows: bool = True,
+    clips: bool = True,
     damping: float = DAMPING,
 ) -> RoundedMatrix:
     """float32 weight [N, K], hessian [K, K] (X X^T of the inputs, any scale) -> rounded matrix.
 
-    ``act_order`` begins with the inputs of the largest energy. Groups stay neighbours in the
-    matrix, with grids chosen beforehand (and, if it ``narrows``, narrowed where that helps a
-    group's own part of the output), so that the file needs no index of groups and no kernel has to
-    follow one. ``damping`` is a share of the mean of H's diagonal. Raises ValueError when the
-    Hessian is not finite.
+    ``act_order`` starts with the inputs of the largest energy. Groups stay contiguous in the
+    matrix, with grids chosen beforehand (and, with ``clips``, clipped where that reduces the error
+    of a group's part of the output), so that files and kernels need no group index. ``damping`` is
+    relative to the mean of H's diagonal. Raises ValueError when the Hessian is not finite.
     """
     if not bool(hessian.isfinite().all()):
         raise ValueError("the calibration inputs have values that are not finite")
@@ -47,14 +46,14 @@ def gptq(
     scale = torch.empty(spec.num_groups(num_in), num_out)
     zero = torch.empty_like(scale)
     if act_order:
-        grid = clipped_grid(weight, hessian, spec) if narrows else grid_of(weight, spec)
+        grid = clipped_grid(weight, hessian, spec) if clips else grid_of(weight, spec)
         scale, zero = grid.scale.T.contiguous(), grid.zero.T.contiguous()
     codes = torch.empty(num_in, num_out)
     block_len = _BLOCK_LEN if act_order else min(spec.group, num_in)
     for start in range(0, num_in, block_len):
         end = min(start + block_len, num_in)
         block = values[start:end]
-        if not act_order:  # a block is a group: its grid suits what the errors so far made of it
+        if not act_order:  # a block is a group; its grid fits the compensated values
             grid = grid_of(block.T.contiguous(), spec)
             scale[groups[start]], zero[groups[start]] = grid.scale[:, 0], grid.zero[:, 0]
         errors = torch.empty_like(block)
@@ -76,7 +75,7 @@ def _prepare(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(U float32 [K, K] in the order of rounding, that order int64 [K]).
 
-    Inputs that were never seen are zeroed in ``values`` [K, N]: they cannot matter.
+    Zeroes ``values`` [K, N] of inputs that are always zero: they have no effect.
     """
     hessian = hessian.double()
     diagonal = hessian.diagonal()

@@ -1,6 +1,6 @@
-"""config.json for a model that had none: what ``hf_config`` reads, written.
+"""Generates config.json for a model from a GGUF file; the inverse of the loader's ``hf.config``.
 
-Only for what came from a GGUF file; a Hugging Face directory's own config.json is kept.
+The config.json of a Hugging Face directory is kept instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLASSES = {
 
 
 def config_file(config: ModelConfig, bos_id: int | None, eos_ids: list[int]) -> dict[str, Any]:
-    """The object for config.json."""
+    """The content of config.json."""
     family = config.family
     written: dict[str, Any] = {
         "architectures": [_CLASSES[family]],
@@ -55,7 +55,7 @@ def config_file(config: ModelConfig, bos_id: int | None, eos_ids: list[int]) -> 
 
 
 def layer_settings(config: ModelConfig) -> dict[str, Any]:
-    """The settings that are about each layer: those that pruning changes."""
+    """The per-layer settings, which pruning changes."""
     written: dict[str, Any] = {"num_hidden_layers": config.num_layers}
     if config.layer_is_sliding and config.family not in ("mistral", "phi3"):
         kinds = {True: "sliding_attention", False: "full_attention"}
@@ -101,7 +101,7 @@ def _scaling(config: ModelConfig) -> dict[str, Any]:
     if isinstance(scaling, LongRope):
         short, long = scaling.short_factors, scaling.long_factors
         original_len, magnitude = scaling.original_context_len, scaling.attention_factor
-    else:  # one list, which GGUF files of Llama 3 carry: the same divisors at any length
+    else:  # GGUF files of Llama 3 have one list of divisors for all lengths
         short = long = scaling.factors
         original_len, magnitude = config.context_len, 1.0
     rope = {

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as Hugging Face's files: tokenizer.json and what goes with it."""
+"""Converts the tokenizer of a GGUF file to Hugging Face's files."""
 
 from __future__ import annotations
 

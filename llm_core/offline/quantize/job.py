@@ -1,4 +1,4 @@
-"""The job behind ``quantize_model``."""
+"""The job of ``quantize_model``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from llm_core.errors import InvalidRequestError
 from llm_core.loading import ModelWeights, OpenModel, layer_shapes, open_model, open_weights
 from llm_core.offline.options import Progress, QuantizeOptions, QuantizeReport
 from llm_core.offline.perplexity import Likelihood, likelihood, windows_of
-from llm_core.offline.plain_model import PlainModel
 from llm_core.offline.quantize.export import Container, Exported, check_target, export_model
 from llm_core.offline.quantize.gptq import DAMPING
 from llm_core.offline.quantize.layers import LayerMethod, LayerRecipe, quantize_layers
 from llm_core.offline.quantize.rounding import GridSpec, RoundedMatrix
 from llm_core.offline.texts import exact_runner, held_out, text_windows
+from llm_core.offline.trainable_decoder import TrainableDecoder
 from llm_core.quant import Bits, Weight
 
 _USUAL_GROUPS = (128, 64, 32)
 
 
 def quantize(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
-    """Raises LlmError."""
+    """Runs the job. Raises LlmError."""
     started_s = time.monotonic()
     check_target(options.out_dir)
     with open_model(options.model_path) as opened:
@@ -39,7 +39,7 @@ def quantize(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
         calibration, evaluation = _texts(opened, options, progress)
         note = _source_note(opened.model)
         before = _likelihood(options, opened.model, evaluation, partial(progress, "before"))
-        model = PlainModel(config, opened.model.weights, calibration.shape[1])
+        model = TrainableDecoder(config, opened.model.weights, calibration.shape[1])
     exported = _quantized(model, calibration, options, progress)
     export_model(options.out_dir, options.model_path, exported)
     del model, exported
@@ -56,12 +56,12 @@ def quantize(options: QuantizeOptions, progress: Progress) -> QuantizeReport:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Size of its files together."""
+    """Total size of its files."""
     return sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
 
 
 def _check_shapes(config: ModelConfig, options: QuantizeOptions) -> None:
-    """Raises InvalidRequestError when the files of the method cannot hold the matrices."""
+    """Raises InvalidRequestError when the method's file format cannot hold the matrices."""
     if options.method in ("int8", "fp8"):
         widths = {shape[1] for shape in layer_shapes(config).values() if len(shape) == 2}
         if options.method == "int8" and any(w % _group_len(options, w) for w in widths):
@@ -86,12 +86,12 @@ def _check_shapes(config: ModelConfig, options: QuantizeOptions) -> None:
 
 
 def _default_group(config: ModelConfig, options: QuantizeOptions) -> int:
-    """8 bits are to lose next to nothing: INT8 takes the smallest of the usual group sizes."""
+    """The largest usual size that fits; for INT8 the smallest one, which is nearly lossless."""
     return _largest_group(config, (32,) if options.method == "int8" else _USUAL_GROUPS)
 
 
 def _largest_group(config: ModelConfig, sizes: tuple[int, ...] = _USUAL_GROUPS) -> int:
-    """The first of ``sizes`` that divides the inputs of all matrices; -1: none does."""
+    """The first of ``sizes`` that divides the inputs of all matrices, else -1."""
     widths = {shape[1] for shape in layer_shapes(config).values() if len(shape) == 2}
     return next((size for size in sizes if not any(width % size for width in widths)), -1)
 
@@ -99,13 +99,13 @@ def _largest_group(config: ModelConfig, sizes: tuple[int, ...] = _USUAL_GROUPS) 
 def _texts(
     opened: OpenModel, options: QuantizeOptions, progress: Progress
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to calibrate with, windows to measure with."""
+    """(calibration windows, evaluation windows)."""
     evaluation = None
     if options.eval_text is not None:
         ids = opened.tokenizer.encode(options.eval_text)
         evaluation = windows_of(ids, options.window_len)
     if evaluation is not None and options.method in ("rtn", "int8", "fp8"):
-        return evaluation[:1], evaluation  # nothing is calibrated
+        return evaluation[:1], evaluation  # data-free
     windows = text_windows(opened, options, partial(progress, "text"))
     return held_out(windows) if evaluation is None else (windows, evaluation)
 
@@ -121,7 +121,7 @@ def _likelihood(
 
 
 def _quantized(
-    model: PlainModel, calibration: torch.Tensor, options: QuantizeOptions, progress: Progress
+    model: TrainableDecoder, calibration: torch.Tensor, options: QuantizeOptions, progress: Progress
 ) -> Exported:
     rounded: Mapping[str, RoundedMatrix] = {}
     if options.method != "fp8":
@@ -135,7 +135,7 @@ def _quantized(
             cast(LayerMethod, "rtn" if is_int8 else options.method),
             spec,
             options.act_order,
-            narrows=options.method in ("gptq", "awq"),  # the others look at no text
+            clips=options.method in ("gptq", "awq"),  # the others are data-free
         )
         try:
             rounded = quantize_layers(model, calibration, recipe, partial(progress, "layers"))
@@ -164,7 +164,7 @@ def _settings(container: Container, options: QuantizeOptions) -> dict[str, Any]:
             "bits": options.bits,
             "group_size": options.group,
             "sym": options.is_symmetric,
-            # Groups are neighbours even where the order of rounding was another: see quant.gptq.
+            # Groups are contiguous whatever the order of rounding was (quantize.gptq).
             "desc_act": False,
             "static_groups": options.method == "gptq" and options.act_order,
             "true_sequential": True,
@@ -200,7 +200,7 @@ def _settings(container: Container, options: QuantizeOptions) -> dict[str, Any]:
 
 
 def _source_note(model: ModelWeights) -> str:
-    """What the source's own matrices are kept as."""
+    """The name of the source and the format of its matrices."""
     weight: Weight = model.weights["layers.0.down"]
     if isinstance(weight, torch.Tensor):
         return f"{model.name}: {str(weight.dtype).removeprefix('torch.')} weights"

@@ -1,4 +1,4 @@
-"""Matrices -> tensors of GPTQ, AWQ and compressed-tensors files; ``loading.packed`` reversed."""
+"""Packs matrices into the tensors of GPTQ, AWQ and compressed-tensors files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[A, B * 32 / bits] integers -> int32 [A, B], the first of a word in its lowest bits."""
+    """[A, B * 32 / bits] integers -> int32 [A, B], the first code in the lowest bits."""
     per_word = 32 // bits
     parts = codes.long().reshape(len(codes), -1, per_word)
     words = (parts << (bits * torch.arange(per_word))).sum(-1)
@@ -45,7 +45,7 @@ def awq_tensors(matrix: RoundedMatrix) -> dict[str, torch.Tensor]:
 
 
 def int8_tensors(matrix: RoundedMatrix) -> dict[str, torch.Tensor]:
-    """8 bits without zero points, as compressed-tensors packs them where activations stay floats:
+    """INT8 without zero points, as compressed-tensors packs weights of weight-only schemes:
     weight_packed int32 [N, K / 4 rounded up] of codes plus 128, weight_scale float16 [N, G],
     weight_shape int64 [2]."""
     assert matrix.spec.bits == 8 and matrix.spec.is_symmetric

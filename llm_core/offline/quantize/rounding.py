@@ -1,8 +1,8 @@
-"""Floats onto a grid of a few bits, a scale and a zero point for each group of inputs.
+"""Uniform quantisation grids, with a scale and a zero point for each group of inputs.
 
 value = (code - zero) * scale; codes and zero points are integers from 0 to 2^bits - 1, as GPTQ and
-AWQ files store them. Scales are rounded to float16 before codes are chosen: what is chosen is what
-the file means. The last group may be shorter (576 inputs in groups of 128).
+AWQ files store them. Scales are rounded to float16 before codes are chosen, as files
+store them. The last group may be shorter (576 inputs in groups of 128).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SMALLEST_SCALE = 2.0**-24  # float16's smallest number
 
 @dataclass(frozen=True, slots=True)
 class GridSpec:
-    """``group`` inputs share a scale. ``is_symmetric``: the zero point lies in the middle."""
+    """``group`` inputs share a scale. ``is_symmetric``: the zero point is the middle code."""
 
     bits: Bits
     group: int
@@ -30,7 +30,7 @@ class GridSpec:
         return (1 << self.bits) - 1
 
     def num_groups(self, num_in: int) -> int:
-        """Groups that ``num_in`` inputs have."""
+        """Number of groups of ``num_in`` inputs."""
         return -(-num_in // self.group)
 
     def group_index(self, num_in: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ class RoundedMatrix:
     codes: torch.Tensor
 
     def values(self) -> torch.Tensor:
-        """float32 [N, K]."""
+        """The dequantised matrix, float32 [N, K]."""
         index = self.spec.group_index(self.codes.shape[1])
         zero, scale = (t.index_select(1, index) for t in (self.grid.zero, self.grid.scale))
         return (self.codes.float() - zero) * scale
@@ -65,22 +65,22 @@ class RoundedMatrix:
         grid = Grid(self.grid.scale[start:end], self.grid.zero[start:end])
         return RoundedMatrix(self.spec, grid, self.codes[start:end])
 
-    def take(self, indices: torch.Tensor) -> RoundedMatrix:
+    def select_rows(self, indices: torch.Tensor) -> RoundedMatrix:
         """The rows ``indices`` (int64 [R])."""
         grid = Grid(self.grid.scale[indices], self.grid.zero[indices])
         return RoundedMatrix(self.spec, grid, self.codes[indices])
 
     def with_rows_divided(self, divisors: torch.Tensor) -> RoundedMatrix:
-        """Each row by its own positive number [N]: only scales change, and are rounded again."""
+        """Divides each row by a positive number [N]: only scales change, rounded to float16."""
         scale = _as_float16(self.grid.scale / divisors.unsqueeze(1))
         return RoundedMatrix(self.spec, Grid(scale, self.grid.zero), self.codes)
 
 
 def grid_of(weight: torch.Tensor, spec: GridSpec, shrink: torch.Tensor | float = 1.0) -> Grid:
-    """The grid from the least to the largest value of each group of float32 [N, K].
+    """The grid from the smallest to the largest value of each group of float32 [N, K].
 
-    ``shrink`` (a number, or [N, G]) narrows that range; zero always lies on the grid. Zero points
-    are at least 1: the first version of the GPTQ format cannot say 0.
+    ``shrink`` (a number, or [N, G]) is a factor of that range; zero always lies on the grid. Zero
+    points are at least 1: the first version of the GPTQ format cannot represent 0.
     """
     num_out, num_in = weight.shape
     padding = spec.num_groups(num_in) * spec.group - num_in
@@ -104,12 +104,12 @@ def round_to(
 
 
 def round_to_nearest(weight: torch.Tensor, spec: GridSpec) -> RoundedMatrix:
-    """The baseline (RTN): every weight by itself, float32 [N, K]."""
+    """The baseline (RTN): rounds each weight of float32 [N, K] independently."""
     return on_grid(weight, spec, grid_of(weight, spec))
 
 
 def on_grid(weight: torch.Tensor, spec: GridSpec, grid: Grid) -> RoundedMatrix:
-    """Every weight to the nearest place of a grid that is given."""
+    """Rounds each weight of float32 [N, K] to the nearest code of a given grid."""
     index = spec.group_index(weight.shape[1])
     scale, zero = grid.scale.index_select(1, index), grid.zero.index_select(1, index)
     codes = round_to(weight, scale, zero, spec.largest_code)

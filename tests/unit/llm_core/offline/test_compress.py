@@ -1,4 +1,4 @@
-"""Whole tiny models: quantised, written, read back by our loader and by transformers; distilled."""
+"""Tiny models quantised, exported, read by our loader and by transformers; distillation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from llm_core.offline.options import (
     QuantizeOptions,
 )
 from llm_core.offline.perplexity import likelihood, windows_of
-from llm_core.offline.plain_model import PlainModel
 from llm_core.offline.self_text import turn_separators, write_conversations
-from llm_core.offline.texts import exact_runner, writing_runner
+from llm_core.offline.texts import exact_runner, generation_runner
+from llm_core.offline.trainable_decoder import TrainableDecoder
 from llm_core.quant.formats import GroupedCodes, to_float
 from tests.support.hf_models import our_runner, random_ids, save_model, their_logits
 from tests.support.random_llama import run_chunk
@@ -63,7 +63,7 @@ def quantized(source: Path, out_dir: Path, method: QuantizeMethod, **options: An
 
 
 def with_files(directory: Path, tiny: Path) -> Path:
-    """A model that transformers saved, with the tiny model's tokenizer files beside it."""
+    """Adds the tiny model's tokenizer files to a model saved by transformers."""
     donor = quantized(tiny, directory.with_name(f"{directory.name}-donor"), "int8")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (directory / name).write_bytes((donor / name).read_bytes())
@@ -71,13 +71,13 @@ def with_files(directory: Path, tiny: Path) -> Path:
 
 
 def nibbles(words: torch.Tensor, bits: int) -> list[list[list[int]]]:
-    """Every code of every word, the lowest first: plain integers."""
+    """The codes of each word, lowest bits first."""
     per, mask = 32 // bits, (1 << bits) - 1
     return [[[(w >> (bits * i)) & mask for i in range(per)] for w in row] for row in words.tolist()]
 
 
 def read_gptq(tensors: dict[str, torch.Tensor], base: str, bits: int) -> torch.Tensor:
-    """[N, K], number by number, as the format is published."""
+    """[N, K], value by value, as the format is published."""
     words, zero_words = (nibbles(tensors[f"{base}.{part}"], bits) for part in ("qweight", "qzeros"))
     scales, index = tensors[f"{base}.scales"].double(), tensors[f"{base}.g_idx"].tolist()
     per = 32 // bits
@@ -113,7 +113,7 @@ def read_int8(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
 
 
 def their_model(directory: Path, container: str, bits: int = 4) -> Any:
-    """transformers' model of the file's values, which are read here and not by our loader."""
+    """transformers' model with the file's values, read independently of our loader."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tensors = load_file(directory / "model.safetensors")
@@ -153,7 +153,7 @@ def their_model(directory: Path, container: str, bits: int = 4) -> Any:
         ("fp8", 8, {}),
     ],
 )
-def test_what_is_written_is_what_the_formats_mean(
+def test_exported_formats_match_their_definition(
     tiny: Path, tmp_path: Path, method: QuantizeMethod, bits: int, options: dict[str, Any]
 ) -> None:
     directory = quantized(tiny, tmp_path / "out", method, bits=bits, **options)
@@ -172,10 +172,10 @@ def test_what_is_written_is_what_the_formats_mean(
 
 @pytest.mark.parametrize(("method", "group"), [("int8", 32), ("int8", -1), ("fp8", 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, "auto"])
-def test_transformers_loads_8_bits_by_itself(
+def test_transformers_loads_8_bit_exports(
     tiny: Path, tmp_path: Path, method: QuantizeMethod, group: int, dtype: Any
 ) -> None:
-    """The whole way: its own reader, by the package compressed-tensors."""
+    """With its own reader, the package compressed-tensors."""
     from transformers import AutoModelForCausalLM
 
     directory = quantized(tiny, tmp_path / "out", method, group=group)
@@ -206,18 +206,18 @@ def test_all_families(tiny: Path, tmp_path: Path, family: str, method: QuantizeM
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plain_model_is_the_engines(tmp_path: Path, family: str) -> None:
+def test_trainable_decoder_matches_the_engines(tmp_path: Path, family: str) -> None:
     changes = {"vocab_size": 101} | FAMILIES[family]
     save_model(tmp_path, family, **changes)
     ids = random_ids(101, 30)
     with open_hf_model(tmp_path) as opened, torch.inference_mode():
-        model = PlainModel(opened.config, opened.weights, 64)
-        plain = model.logits(model.hidden(torch.stack((ids, ids.flip(0)))))
+        model = TrainableDecoder(opened.config, opened.weights, 64)
+        logits = model.logits(model.hidden(torch.stack((ids, ids.flip(0)))))
     ours = run_chunk(our_runner(tmp_path), ids)
-    torch.testing.assert_close(plain[0], ours, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[0], ours, rtol=1e-4, atol=1e-4)
 
 
-def test_gguf_files_become_whole_directories(tiny: Path, tmp_path: Path) -> None:
+def test_gguf_file_becomes_a_complete_directory(tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = quantized(tiny, tmp_path / "out", "rtn")
@@ -240,7 +240,7 @@ def test_gguf_files_become_whole_directories(tiny: Path, tmp_path: Path) -> None
     assert settings["bits"] == 4 and settings["group_size"] == 32 and not settings["desc_act"]
 
 
-def test_perplexity_is_exact(tiny: Path) -> None:
+def test_perplexity_matches_its_definition(tiny: Path) -> None:
     with open_model(tiny) as opened:
         windows = windows_of(opened.tokenizer.encode(PROSE), 200)
         runner = exact_runner(opened.model, "tiny", 200, 1, "float32")
@@ -259,9 +259,9 @@ def test_perplexity_is_exact(tiny: Path) -> None:
     assert report.perplexity == pytest.approx(result.perplexity)
 
 
-def test_a_model_writes_conversations(tiny: Path) -> None:
+def test_conversations_follow_the_chat_template(tiny: Path) -> None:
     with open_model(tiny) as opened:
-        runner = writing_runner(opened.model, str(tiny), 60, 1)
+        runner = generation_runner(opened.model, str(tiny), 60, 1)
         separators = turn_separators(opened.tokenizer, opened.template)
         written = [
             write_conversations(
@@ -291,7 +291,7 @@ def test_a_model_writes_conversations(tiny: Path) -> None:
     assert num_ends > 3
 
 
-def test_a_student_is_healed_saved_and_served(tiny: Path, tmp_path: Path) -> None:
+def test_student_is_trained_exported_and_loaded(tiny: Path, tmp_path: Path) -> None:
     out_dir = tmp_path / "student"
     options = DistillOptions(
         model_path=tiny,
@@ -322,7 +322,7 @@ def test_a_student_is_healed_saved_and_served(tiny: Path, tmp_path: Path) -> Non
     assert again.perplexity > 1
 
 
-def test_layers_that_stay_are_spread_evenly() -> None:
+def test_kept_layers_are_evenly_spaced() -> None:
     assert kept_layers(30, 15) == (0, 2, 4, 6, 8, 10, 12, 15, 17, 19, 21, 23, 25, 27, 29)
     assert kept_layers(2, 1) == (0,)
     with pytest.raises(InvalidRequestError, match="expected 1 to 29"):
@@ -342,7 +342,7 @@ def test_layers_that_stay_are_spread_evenly() -> None:
         ({"num_windows": 1}, "num_windows is 1"),
     ],
 )
-def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         QuantizeOptions(
             **({"model_path": tmp_path, "out_dir": tmp_path / "o", "method": "gptq"} | options)
@@ -363,7 +363,7 @@ def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any], message
         ({"window_len": 512, "text": None}, "longer than the model's context of 256"),
     ],
 )
-def test_what_cannot_be_done_leaves_nothing(
+def test_failed_jobs_leave_no_files(
     tiny: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     method = options.pop("method", "gptq")
@@ -372,7 +372,7 @@ def test_what_cannot_be_done_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     with pytest.raises(InvalidRequestError, match="exists already"):
         quantized(tiny, tmp_path, "rtn")
@@ -381,7 +381,7 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
         quantized(tiny, tmp_path / "a" / "b", "rtn")
 
 
-def test_safetensors_are_written_as_the_library_reads_them(tmp_path: Path) -> None:
+def test_safetensors_writer_matches_the_library(tmp_path: Path) -> None:
     tensors = {
         "b": torch.arange(5, dtype=torch.int8),
         "a": torch.randn(3, 4),

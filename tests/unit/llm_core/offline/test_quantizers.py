@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and rounding on small matrices: what each promises, on inputs that are correlated."""
+"""GPTQ, AWQ and rounding of small matrices with correlated inputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plain_gptq(weight: torch.Tensor, hessian: torch.Tensor, spec: GridSpec) -> t
 
 @pytest.mark.parametrize("group", [32, 64, 160])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_gptq_is_the_papers_rule(group: int, symmetric: bool) -> None:
+def test_gptq_matches_the_papers_rule(group: int, symmetric: bool) -> None:
     x, weight = inputs(), matrix()
     hessian, spec = x.T @ x, GridSpec(4, group, symmetric)
     ours, plain = (
@@ -67,7 +67,9 @@ def test_gptq_is_the_papers_rule(group: int, symmetric: bool) -> None:
 
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 160)])
-def test_gptq_loses_far_less_than_rounding(bits: int, group: int, act_order: bool) -> None:
+def test_gptq_has_a_much_smaller_error_than_rounding(
+    bits: int, group: int, act_order: bool
+) -> None:
     x, weight = inputs(), matrix()
     hessian, spec = x.T @ x, GridSpec(4 if bits == 4 else 8, group)
     nearest = output_error(round_to_nearest(weight, spec).values() - weight, hessian)
@@ -79,13 +81,13 @@ def test_gptq_loses_far_less_than_rounding(bits: int, group: int, act_order: boo
     ).sum()
 
 
-def test_gptq_with_uncorrelated_inputs_is_rounding() -> None:
+def test_gptq_with_uncorrelated_inputs_equals_rounding() -> None:
     weight, spec = matrix(), GridSpec(4, 32)
     result = gptq(weight, torch.eye(NUM_IN), spec)
     torch.testing.assert_close(result.values(), round_to_nearest(weight, spec).values())
 
 
-def test_gptq_drops_inputs_that_were_never_seen_and_refuses_nonsense() -> None:
+def test_gptq_zeroes_unused_inputs_and_refuses_non_finite_hessians() -> None:
     x, weight, spec = inputs(), matrix(), GridSpec(4, 32)
     x[:, 7] = 0
     result = gptq(weight, x.T @ x, spec, act_order=True)
@@ -94,7 +96,7 @@ def test_gptq_drops_inputs_that_were_never_seen_and_refuses_nonsense() -> None:
         gptq(weight, torch.full((NUM_IN, NUM_IN), float("nan")), spec)
 
 
-def test_awq_finds_scales_that_help_and_clipping_never_hurts() -> None:
+def test_awq_scales_and_clipping_reduce_the_error() -> None:
     x, weight, spec = inputs(), matrix(), GridSpec(4, 32)
     hessian = x.T @ x
     nearest = output_error(round_to_nearest(weight, spec).values() - weight, hessian)
@@ -113,7 +115,7 @@ def test_awq_finds_scales_that_help_and_clipping_never_hurts() -> None:
     assert scales[::17].mean() > 2 * scales.mean()  # the large inputs got the fine weights
 
 
-def test_awq_keeps_inputs_together_that_must_stay_so() -> None:
+def test_awq_shared_inputs_get_one_scale() -> None:
     x, weight = inputs(), matrix()
     shared = torch.arange(NUM_IN) // 2
     scales = search_scales(
@@ -123,7 +125,7 @@ def test_awq_keeps_inputs_together_that_must_stay_so() -> None:
     assert scales[:, 0].unique().numel() > 10
 
 
-def test_clipping_is_chosen_for_each_group_by_its_own_error() -> None:
+def test_clipping_is_chosen_per_group() -> None:
     weight, spec = matrix(), GridSpec(4, 32)
     weight[0, 5] = 1.0  # an outlier among inputs that hardly ever are anything
     hessian = torch.eye(NUM_IN)
@@ -136,7 +138,7 @@ def test_clipping_is_chosen_for_each_group_by_its_own_error() -> None:
     assert output_error(clipped, hessian) < 0.9 * output_error(nearest, hessian)
 
 
-def test_a_last_group_may_be_shorter() -> None:
+def test_last_group_may_be_shorter() -> None:
     weight, spec = matrix(), GridSpec(4, 128)
     result = round_to_nearest(weight, spec)
     assert result.grid.scale.shape == (NUM_OUT, 2)
@@ -145,7 +147,7 @@ def test_a_last_group_may_be_shorter() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_the_grid_holds_zero_and_reaches_the_ends(symmetric: bool) -> None:
+def test_grid_contains_zero_and_the_extremes(symmetric: bool) -> None:
     weight = torch.cat([matrix(), torch.zeros(1, NUM_IN), matrix(2).abs(), -matrix(3).abs()])
     spec = GridSpec(4, 32, symmetric)
     result = round_to_nearest(weight, spec)
@@ -157,7 +159,7 @@ def test_the_grid_holds_zero_and_reaches_the_ends(symmetric: bool) -> None:
     assert bool(result.values()[NUM_OUT].eq(0).all())
 
 
-def test_dividing_rows_changes_scales_alone() -> None:
+def test_dividing_rows_changes_only_scales() -> None:
     result = round_to_nearest(matrix(), GridSpec(4, 32))
     divisors = torch.linspace(0.5, 4, NUM_OUT)
     divided = result.with_rows_divided(divisors)

@@ -1,4 +1,4 @@
-"""What is kept of a text that is to be shorter: whole sentences, in order, the surprising ones."""
+"""Prompt shortening: sentence splitting, scores and selection."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.tiny_model import tiny_tokenizer
 _TEXT = 'One came. "Is it two?" Three\n\n- four; five\n  six... 3.5 is no end! '
 
 
-def test_all_of_the_text_is_in_its_sentences() -> None:
+def test_sentences_cover_the_text() -> None:
     parts = [s.text for s in sentences_of(_TEXT, tiny_tokenizer())]
     assert "".join(parts) == _TEXT.rstrip()
     assert parts[:3] == ["One came.", ' "Is it two?"', " Three"]
     assert " 3.5 is no end!" in parts
 
 
-def test_a_text_without_ends_is_cut() -> None:
+def test_long_sentences_are_split() -> None:
     text = "word " * 2_000
     parts = sentences_of(text.strip(), tiny_tokenizer())
     assert "".join(s.text for s in parts) == text.strip()
@@ -37,9 +37,7 @@ def test_a_text_without_ends_is_cut() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(-5, 5)), max_size=12), st.integers(0, 40))
-def test_what_is_kept_fits_and_nothing_better_would(
-    sizes: list[tuple[int, float]], max_tokens: int
-) -> None:
+def test_selection_fits_and_is_greedy(sizes: list[tuple[int, float]], max_tokens: int) -> None:
     sentences = [Sentence(str(i), [0] * n, score) for i, (n, score) in enumerate(sizes)]
     kept = choose(sentences, max_tokens)
     assert [int(s.text) for s in kept] == sorted(int(s.text) for s in kept)
@@ -51,7 +49,7 @@ def test_what_is_kept_fits_and_nothing_better_would(
         assert better + len(sentence.token_ids) > max_tokens
 
 
-def test_surprisal_is_the_same_in_pieces_and_counts_every_token() -> None:
+def test_surprisal_in_pieces_counts_every_token() -> None:
     """The mean over sentences, weighted by length, is the text's own mean."""
     runner, rng = tiny_runner(), random.Random(4)
     sentences = [
@@ -69,7 +67,7 @@ def test_surprisal_is_the_same_in_pieces_and_counts_every_token() -> None:
     assert alone[0].score == pytest.approx(scored[0].score, rel=1e-4)
 
 
-def test_a_question_must_be_one() -> None:
+def test_question_length_is_checked() -> None:
     runner = tiny_runner()
     for question in ([], [1], [1] * runner.max_context):
         with pytest.raises(InvalidRequestError, match="the question has"):

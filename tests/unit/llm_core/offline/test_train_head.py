@@ -1,4 +1,4 @@
-"""`parley train-eagle` on a tiny model: what it says, what is learnt, and what is written."""
+"""Training of draft heads on a tiny model: corpus, training-time test, checkpoints, output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def options_for(tiny: Path, base: Path, kind: HeadKind, **more: float) -> TrainH
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa"])
-def test_a_head_is_trained_written_and_read(tiny: Path, tmp_path: Path, kind: HeadKind) -> None:
+def test_head_is_trained_written_and_read(tiny: Path, tmp_path: Path, kind: HeadKind) -> None:
     stages: set[str] = set()
     seen: list[HeadProgress] = []
     report = train_head(
@@ -75,9 +75,7 @@ def test_a_head_is_trained_written_and_read(tiny: Path, tmp_path: Path, kind: He
         train_head(options_for(tiny, tmp_path, kind), lambda *_: None, seen.append)
 
 
-def test_a_later_run_adds_to_the_data_and_goes_on_from_the_weights(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_later_run_extends_the_corpus_and_resumes(tiny: Path, tmp_path: Path) -> None:
     first = train_head(options_for(tiny, tmp_path, "eagle3"), lambda *_: None, lambda _: None)
     (tmp_path / "out").rename(tmp_path / "first")
     seen: list[HeadProgress] = []
@@ -92,8 +90,8 @@ def test_a_later_run_adds_to_the_data_and_goes_on_from_the_weights(
     assert len({read_conversations(path)[0].token_ids.__repr__() for path in files}) == len(files)
 
 
-def test_training_begins_with_a_head_that_is_there(tiny: Path, tmp_path: Path) -> None:
-    """With no time to train, what comes out is what went in: weights and words."""
+def test_training_starts_from_a_given_head(tiny: Path, tmp_path: Path) -> None:
+    """Without training time, weights and draft vocabulary stay the same."""
     train_head(options_for(tiny, tmp_path / "a", "eagle3"), lambda *_: None, lambda _: None)
     first = tmp_path / "a" / "out"
     options = options_for(tiny, tmp_path / "b", "eagle3", train_s=0.0)
@@ -111,7 +109,7 @@ def test_training_begins_with_a_head_that_is_there(tiny: Path, tmp_path: Path) -
         train_head(replace(other, start_dir=first), lambda *_: None, lambda _: None)
 
 
-def test_a_state_with_other_words_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_checkpoint_with_another_draft_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:
     options = options_for(tiny, tmp_path, "eagle3", train_s=0.0)
     train_head(options, lambda *_: None, lambda _: None)
     (tmp_path / "out").rename(tmp_path / "first")
@@ -121,8 +119,8 @@ def test_a_state_with_other_words_is_refused(tiny: Path, tmp_path: Path) -> None
         train_head(replace(options, talk_s=0.0), lambda *_: None, lambda _: None)
 
 
-def test_products_of_bfloat16_train_as_well() -> None:
-    """Same batch, same weights: nearly the same loss and gradients as in float32."""
+def test_bfloat16_products_give_close_gradients() -> None:
+    """Compared with float32 for the same batch and weights."""
     config = small_config()
     target = TargetEmbeddings(torch.randn(96, 32), torch.randn(96, 32), 1.0)
     tensors = random_head_tensors(config)
@@ -150,7 +148,7 @@ def test_products_of_bfloat16_train_as_well() -> None:
     assert float(alike) > 0.99
 
 
-def test_a_state_of_another_head_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_head_is_refused(tiny: Path, tmp_path: Path) -> None:
     train_head(options_for(tiny, tmp_path, "eagle3", train_s=0.0), lambda *_: None, lambda _: None)
     (tmp_path / "out").rename(tmp_path / "first")
     state = next((tmp_path / "data").glob("*/head-eagle3/state.safetensors"))
@@ -161,12 +159,12 @@ def test_a_state_of_another_head_is_refused(tiny: Path, tmp_path: Path) -> None:
         train_head(options_for(tiny, tmp_path, "eagle1", talk_s=0), lambda *_: None, lambda _: None)
 
 
-def test_without_conversations_there_is_nothing_to_train_on(tiny: Path, tmp_path: Path) -> None:
+def test_empty_corpus_is_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="let the model talk longer"):
         train_head(options_for(tiny, tmp_path, "eagle3", talk_s=0), lambda *_: None, print)
 
 
-def test_features_that_were_not_kept_are_computed_again(tiny: Path, tmp_path: Path) -> None:
+def test_missing_features_are_captured(tiny: Path, tmp_path: Path) -> None:
     engine_config = EngineConfig(model_path=str(tiny), max_context=128, kv_cache_tokens=256)
     with open_model(tiny) as opened:
         runner = ModelRunner.of(opened.model, engine_config)
@@ -214,8 +212,8 @@ def some_example(seed: int, length: int, answers: set[int]) -> Example:
     )
 
 
-def test_training_runs_a_head_as_drafting_does() -> None:
-    """Each step from each anchor equals a real prefill followed by drafts of one row at a time."""
+def test_training_time_test_matches_drafting() -> None:
+    """Each step from each anchor equals a prefill followed by drafts, one token at a time."""
     config = small_config()
     tensors = random_head_tensors(config)
     target = TargetEmbeddings(torch.randn(96, 32), torch.randn(96, 32), 1.5)
@@ -258,14 +256,14 @@ def test_training_runs_a_head_as_drafting_does() -> None:
     assert not found  # training has no more steps than drafting
 
 
-def test_anchors_are_where_an_answer_goes_on() -> None:
+def test_anchors_are_within_answers() -> None:
     example = some_example(0, 12, {3, 4, 5, 9, 10, 11})
     # Pair i says token i + 2: both it and the token before are of one answer.
     assert example.anchors.tolist() == [2, 3, 8, 9]
     assert example.num_steps.tolist() == [2, 1, 2, 1]
 
 
-def test_accepted_lengths_follow_the_rounds_of_decoding() -> None:
+def test_accepted_lengths_match_decoding_step_by_step() -> None:
     example = some_example(0, 14, set(range(2, 14)))
     rng = random.Random(3)
     right = {
@@ -288,7 +286,7 @@ def test_accepted_lengths_follow_the_rounds_of_decoding() -> None:
     assert accepted_lengths([example], matches, 3) == (tokens, rounds)
 
 
-def test_every_example_is_in_one_batch() -> None:
+def test_batches_partition_the_examples() -> None:
     examples = [some_example(seed, 12, {3, 4, 5, 6}) for seed in range(11)]
     for seed in (0, 1):
         parts = list(batches(examples, 7, seed))
@@ -296,7 +294,7 @@ def test_every_example_is_in_one_batch() -> None:
         assert all(len(part) == 3 for part in parts[:-1])
 
 
-def test_the_draft_vocabulary_is_what_answers_use() -> None:
+def test_draft_vocabulary_contains_the_tokens_of_answers() -> None:
     example = some_example(4, 12, set(range(4, 12)))
     said = set(example.token_ids[5:].tolist())
     words = draft_vocabulary([example], len(said) + 2, 96)

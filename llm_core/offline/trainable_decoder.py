@@ -1,8 +1,19 @@
-"""The decoder once more, over whole sequences, on float32 weights that may be changed or trained.
+"""A decoder over whole sequences with float32 weights that can be trained or replaced.
 
-The engine's decoder packs its weights and writes into caches. Here nothing is packed, gradients
-flow, and a layer can be run stage by stage, so that a quantiser sees what enters each matrix after
-all matrices before it have been quantised. Tests hold it to the engine's decoder.
+Distillation and quantisation cannot use ``model.torch_decoder.TorchDecoder``, even with float32
+weights, for three reasons:
+
+- It is not differentiable. The residual stream, biases, query/key norms, RoPE, soft caps and the
+  gated activation are updated in place; attention writes into preallocated tensors and reads keys
+  and values from a cache that was written without gradients. It runs under inference mode only.
+- Its weights cannot be replaced. ``Linear`` packs stacked copies (query/key/value, gate/up) and
+  norm weights are captured in closures, all at construction. The quantiser replaces single
+  matrices, norms and biases between two stages of a layer.
+- A layer is not callable stage by stage. GPTQ and AWQ need the input of each matrix, computed after
+  all earlier matrices have been quantised.
+
+Out-of-place operations in the engine's decoder would slow down every step of serving on PyTorch, so
+the two stay apart. tests/unit/llm_core/offline/test_compress.py compares them for every family.
 """
 
 from __future__ import annotations
@@ -20,10 +31,10 @@ from llm_core.model import RopeTables, rope_tables
 from llm_core.quant import Weight, to_float
 
 
-class PlainLayer:
-    """One block; ``weights`` by the names of ``layer_shapes``, float32, replaced at will.
+class TrainableLayer:
+    """One layer; ``weights`` float32 by the names of ``layer_shapes``, which may be replaced.
 
-    All tensors are [S, T, ...]: sequences that begin at position 0, side by side.
+    Activations are [S, T, ...]: S sequences that start at position 0.
     """
 
     def __init__(
@@ -39,14 +50,14 @@ class PlainLayer:
         self._window = window
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What query, key and value are multiplied with."""
+        """The input of the query, key and value projections [S, T, H]."""
         return self._norm("attention_norm", hidden)
 
-    def attended(self, x: torch.Tensor) -> torch.Tensor:
-        """attention_input [S, T, H] -> what the output projection is multiplied with."""
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """``attention_input`` -> the input of the output projection [S, T, query_size]."""
         config, length = self._config, x.shape[1]
-        query = self._turned(self._heads("query", x), "query_norm", length)
-        key = self._turned(self._heads("key", x), "key_norm", length)
+        query = self._rotated(self._heads("query", x), "query_norm", length)
+        key = self._rotated(self._heads("key", x), "key_norm", length)
         value = self._heads("value", x)
         key, value = (t.repeat_interleave(config.group_size, 2) for t in (key, value))
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
@@ -61,32 +72,32 @@ class PlainLayer:
             result = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
         return result.transpose(1, 2).flatten(2)
 
-    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The residual stream with attention's output added."""
+    def add_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The residual stream plus attention's output."""
         output = functional.linear(attended, self.weights["attention_output"])
         return hidden + self._post_norm("attention_post_norm", output)
 
     def ffn_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What gate and up are multiplied with."""
+        """The input of the gate and up projections [S, T, H]."""
         return self._norm("ffn_norm", hidden)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """ffn_input [S, T, H] -> what the down projection is multiplied with."""
+    def gated_ffn(self, x: torch.Tensor) -> torch.Tensor:
+        """``ffn_input`` -> the input of the down projection [S, T, intermediate_size]."""
         gate_up = torch.cat(
             [functional.linear(x, self.weights[name]) for name in ("gate", "up")], -1
         )
         is_silu = self._config.activation == "silu"
         return reference.swiglu(gate_up) if is_silu else reference.geglu(gate_up)
 
-    def after_ffn(self, hidden: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
-        """The residual stream with the feed-forward output added."""
+    def add_ffn(self, hidden: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
+        """The residual stream plus the feed-forward output."""
         output = functional.linear(gated, self.weights["down"])
         return hidden + self._post_norm("ffn_post_norm", output)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, T, H] -> [S, T, H]."""
-        hidden = self.after_attention(hidden, self.attended(self.attention_input(hidden)))
-        return self.after_ffn(hidden, self.gated(self.ffn_input(hidden)))
+        hidden = self.add_attention(hidden, self.attention(self.attention_input(hidden)))
+        return self.add_ffn(hidden, self.gated_ffn(self.ffn_input(hidden)))
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return reference.rms_norm(x, self.weights[name], self._config.rms_eps)
@@ -98,16 +109,16 @@ class PlainLayer:
         values = functional.linear(x, self.weights[name], self.weights.get(f"{name}_bias"))
         return values.view(*x.shape[:2], -1, self._config.head_dim)
 
-    def _turned(self, heads: torch.Tensor, norm: str, length: int) -> torch.Tensor:
+    def _rotated(self, heads: torch.Tensor, norm: str, length: int) -> torch.Tensor:
         heads = self._post_norm(norm, heads)
         pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self._table[:length]).flatten(-2)
 
 
-class PlainModel:
-    """A whole model; reads ``weights`` (as in ``weight_shapes``) into float32 at once.
+class TrainableDecoder:
+    """A whole model; converts ``weights`` (named as in ``weight_shapes``) to float32.
 
-    ``shared`` holds embedding, final_norm and, unless it is the embedding, head.
+    ``shared`` holds embedding, final_norm and, unless it is tied to the embedding, head.
     """
 
     def __init__(
@@ -129,14 +140,14 @@ class PlainModel:
         )
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [S, T] -> the residual stream after all layers."""
+        """int64 [S, T] -> the residual stream after all layers, float32 [S, T, H]."""
         hidden = self.embed(token_ids)
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., H] after all layers -> [..., vocab_size]."""
+        """The residual stream after all layers [..., H] -> [..., vocab_size]."""
         normed = reference.rms_norm(hidden, self.shared["final_norm"], self.config.rms_eps)
         logits = functional.linear(normed, self.shared.get("head", self.shared["embedding"]))
         cap = self.config.logit_softcap
@@ -152,6 +163,6 @@ class PlainModel:
 
 def _read_layer(
     config: ModelConfig, weights: Mapping[str, Weight], index: int, ropes: RopeTables
-) -> PlainLayer:
+) -> TrainableLayer:
     values = {name: to_float(weights[f"layers.{index}.{name}"]) for name in layer_shapes(config)}
-    return PlainLayer(config, values, ropes.of_layer(index), config.window_of(index))
+    return TrainableLayer(config, values, ropes.of_layer(index), config.window_of(index))
