@@ -1,4 +1,4 @@
-"""EAGLE heads in torch against their formulas, written out row by row."""
+"""EAGLE heads in PyTorch against their formulas, written out row by row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
 
 
 def turned(head: torch.Tensor, place: int) -> torch.Tensor:
-    """Published RoPE: value j turns with value j + half."""
+    """RoPE in the published order: value j is rotated with value j + half."""
     half = len(head) // 2
     angles = place * 10000.0 ** (-torch.arange(half).double() / half)
     first, second = head[:half], head[half:]
@@ -60,7 +60,7 @@ def turned(head: torch.Tensor, place: int) -> torch.Tensor:
 
 
 class Formulas:
-    """One row at a time in float64, as ``head_config`` says it; rows name those that they see."""
+    """The formulas of ``heads.config`` in float64, row by row; ``sees``: rows attended to."""
 
     def __init__(self, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> None:
         self.config = config
@@ -69,17 +69,17 @@ class Formulas:
         self.seen: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def row(
-        self, state: torch.Tensor, e: torch.Tensor, is_real: bool, place: int, sees: list[int]
+        self, state: torch.Tensor, e: torch.Tensor, from_target: bool, place: int, sees: list[int]
     ) -> torch.Tensor:
         config, t = self.config, self.t
         if config.kind == "eagle1":
             x = resid = t["fc.weight"] @ torch.cat([e, state]) + t["fc.bias"]
         else:
-            if is_real:
-                taps = state.view(-1, HIDDEN)
+            if from_target:
+                parts = state.view(-1, HIDDEN)
                 if config.normalises_features:
-                    taps = torch.stack([norm(tap) for tap in taps])
-                hidden = t["fc.weight"] @ taps.flatten()
+                    parts = torch.stack([norm(part) for part in parts])
+                hidden = t["fc.weight"] @ parts.flatten()
             else:
                 hidden = t["hidden_proj.weight"] @ state if config.has_hidden_proj else state
             resid = hidden
@@ -113,7 +113,7 @@ class Formulas:
 @pytest.mark.parametrize(
     ("kind", "extras"), [("eagle3", False), ("eagle3", True), ("eagle1", False)]
 )
-def test_prompt_and_tree_equal_the_formulas(kind: HeadKind, extras: bool) -> None:
+def test_prefill_and_tree_match_the_formulas(kind: HeadKind, extras: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     config = config_for(kind, extras=extras)
     tensors = random_head_tensors(config, seed=1)
@@ -182,7 +182,7 @@ def test_prompt_and_tree_equal_the_formulas(kind: HeadKind, extras: bool) -> Non
     torch.testing.assert_close(result.logits.double(), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_medusa_heads_equal_the_formula() -> None:
+def test_medusa_heads_match_the_formula() -> None:
     config = config_for("medusa")
     tensors = random_head_tensors(config, seed=2)
     words = torch.randn(VOCAB, HIDDEN)
@@ -199,7 +199,7 @@ def test_medusa_heads_equal_the_formula() -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
-def test_a_head_gives_back_what_it_read(kind: HeadKind) -> None:
+def test_tensors_round_trip(kind: HeadKind) -> None:
     config = config_for(kind)
     tensors = random_head_tensors(config)
     rows = torch.randn(VOCAB, HIDDEN)
@@ -211,14 +211,14 @@ def test_a_head_gives_back_what_it_read(kind: HeadKind) -> None:
         assert given["t2d"].nonzero().squeeze(1).tolist() == target_ids(config, tensors).tolist()
 
 
-def test_halves_and_pairs() -> None:
+def test_halves_to_pairs_and_back() -> None:
     weight = torch.arange(12.0).view(12, 1)
     pairs = halves_to_pairs(weight, 2)
     assert pairs.squeeze(1).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     assert torch.equal(pairs_to_halves(pairs, 2), weight)
 
 
-def test_draft_words_must_ascend_inside_the_vocabulary() -> None:
+def test_target_ids_must_ascend_within_the_vocabulary() -> None:
     config = config_for("eagle3")
     good = random_head_tensors(config)["d2t"]
     assert target_ids(config, {"d2t": good}).tolist() == [2 * i + 1 for i in range(20)]

@@ -1,4 +1,4 @@
-"""What a head drafts within the engine is what it drafts over the whole text computed anew."""
+"""Drafts in the engine equal those of the head on the whole text, computed from scratch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Text = tuple[int, ...]
 
 
 class Recorder(EagleDrafter):
-    """Remembers the tokens that it was asked to continue, how, and how many of them the sequence
-    had found cached."""
+    """Records the tokens of each request, its tree, and how many tokens came from the prefix
+    cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         trees = super().propose(requests)
@@ -61,12 +61,11 @@ def make_head() -> EagleHead:
     return EagleHead(shape, head_tensors(shape), target, max_context=160)
 
 
-def drafted_anew(
+def drafted_from_scratch(
     tokens: Text, count: int, stale: tuple[int, int] | None = None, base: int = 0
 ) -> list[int]:
-    """A chain from pairs (features of i, token i + 1) of the whole text, in empty caches.
-    ``stale`` (place, token): the row before ``place`` was read with that token behind it. ``base``:
-    the head begins to read there."""
+    """A chain drafted after the whole text, with empty caches. ``stale`` (position, token): the
+    pair before that position is computed with this next token. ``base``: the head starts there."""
     runner, head = ModelRunner(CONFIG, random_weights(CONFIG)), make_head()
     runner.set_feature_layers(head.feature_layers)
     num_pairs = len(tokens) - 1
@@ -95,8 +94,8 @@ def drafted_anew(
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_drafts_follow_from_real_features_of_all_that_was_said(block_size: int) -> None:
-    """Two replies at once, prompts in chunks, drafts of them accepted or not."""
+def test_drafts_match_the_whole_text(block_size: int) -> None:
+    """Two replies at once, chunked prompts, accepted and rejected drafts."""
     seen.clear()
     runner = ModelRunner(
         CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=80, block_size=block_size)
@@ -120,11 +119,11 @@ def test_drafts_follow_from_real_features_of_all_that_was_said(block_size: int) 
     assert len(seen) > 12
     for tokens, tree, _ in seen[:: len(seen) // 10]:
         assert 0 < len(tree) <= DEPTH
-        assert list(tree.token_ids) == drafted_anew(tokens, len(tree)), len(tokens)
+        assert list(tree.token_ids) == drafted_from_scratch(tokens, len(tree)), len(tokens)
 
 
 def recording(**options: Any) -> Engine:
-    """An engine whose drafts are recorded, the head's state real."""
+    """An engine whose drafts are recorded."""
     seen.clear()
     num_blocks = options.pop("num_blocks", 80)
     runner = ModelRunner(
@@ -139,15 +138,14 @@ def recording(**options: Any) -> Engine:
 
 
 def assert_drafts_follow(others: Sequence[Text], most: int = 14) -> int:
-    """What was recorded is what the whole text gives; where it began with cached blocks, the last
-    of these may have been read with the token that followed there, in one of ``others``. Returns
-    how many needed that."""
+    """The recorded drafts match the whole text. After cached blocks the last cached position may
+    have been computed with the token that follows it in one of ``others``; returns how often."""
     assert len(seen) > 8
     num_stale = 0
     for tokens, tree, cached_len in seen[:: -(-len(seen) // most)]:
         drafts, count = list(tree.token_ids), len(tree)
         assert count > 0
-        if drafts == drafted_anew(tokens, count):
+        if drafts == drafted_from_scratch(tokens, count):
             continue
         num_stale += 1
         before = {
@@ -156,13 +154,13 @@ def assert_drafts_follow(others: Sequence[Text], most: int = 14) -> int:
             if t[:cached_len] == tokens[:cached_len] and t[cached_len:]
         }
         assert cached_len > 0 and any(
-            drafts == drafted_anew(tokens, count, (cached_len, token)) for token in before
+            drafts == drafted_from_scratch(tokens, count, (cached_len, token)) for token in before
         ), (len(tokens), cached_len)
     return num_stale
 
 
-def said(engine: Engine, number: int, text: str, num_tokens: int, salt: str = "") -> Text:
-    """All tokens of a reply, its prompt's too."""
+def reply_tokens(engine: Engine, number: int, text: str, num_tokens: int, salt: str = "") -> Text:
+    """The tokens of a prompt and its reply."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     options = RequestOptions(cache_salt=salt)
     engine.submit(number, user(text), params, received_ns=0, options=options)
@@ -171,10 +169,10 @@ def said(engine: Engine, number: int, text: str, num_tokens: int, salt: str = ""
     return tuple(sequence.token_ids)
 
 
-def test_a_text_that_begins_with_cached_blocks_has_the_heads_keys_too() -> None:
-    """A second turn goes on from the first; a third from the middle of it (a barge-in)."""
+def test_prefix_cache_hits_include_the_heads_kv() -> None:
+    """A second turn continues the first; later ones start in the middle of it (a barge-in)."""
     engine = recording(max_sequences=2)
-    first = said(engine, 1, "hello hello tell me", 14)
+    first = reply_tokens(engine, 1, "hello hello tell me", 14)
     again = prompt_of("hello hello tell me")
     assert first[: len(again)] == tuple(again)
     for number, kept in ((2, len(first) - 1), (3, len(again) + 7), (4, len(again) + 4)):
@@ -188,7 +186,7 @@ def test_a_text_that_begins_with_cached_blocks_has_the_heads_keys_too() -> None:
 
 
 def submit_tokens(engine: Engine, number: int, tokens: Text) -> TokenSequence:
-    """A reply to exactly these tokens."""
+    """Submits a request with exactly these prompt tokens."""
     submit(engine, number, "x", max_tokens=14, ignore_eos=True)
     sequence = engine._requests[number].sequence
     sequence.token_ids[:] = tokens
@@ -196,9 +194,9 @@ def submit_tokens(engine: Engine, number: int, tokens: Text) -> TokenSequence:
     return sequence
 
 
-def test_after_a_rest_the_head_reads_on_from_the_next_block() -> None:
-    """What was computed while drafts rested was not kept, so it does without; blocks that others
-    had before are not taken for read."""
+def test_after_a_pause_the_head_starts_at_the_next_block() -> None:
+    """Positions computed without captured features are skipped; stale KV of other sequences in the
+    same blocks is not used."""
     engine = recording(max_sequences=2)
     controller = RestingController(DraftShape(DEPTH, DEPTH), seed=3, mean_steps=8)
     assert engine._speculator is not None
@@ -209,7 +207,7 @@ def test_after_a_rest_the_head_reads_on_from_the_next_block() -> None:
     num_full = num_later = 0
     for number, text in enumerate(("hello", "tell me what the user is", "the end", "hello you")):
         seen.clear()
-        texts = [said(e, number, text, 40, salt=str(number)) for e in (engine, plain)]
+        texts = [reply_tokens(e, number, text, 40, salt=str(number)) for e in (engine, plain)]
         assert texts[0] == texts[1]
         for tokens, tree, _ in seen:
             if tree:
@@ -220,15 +218,15 @@ def test_after_a_rest_the_head_reads_on_from_the_next_block() -> None:
 
 
 def base_of(tokens: Text, tree: DraftTree) -> int:
-    """The block's beginning from which the text must have been read to give these drafts."""
+    """The first position of a block from which the head must have started to draft this tree."""
     for base in range(0, len(tokens) - 1, 4):
-        if drafted_anew(tokens, len(tree), base=base) == list(tree.token_ids):
+        if drafted_from_scratch(tokens, len(tree), base=base) == list(tree.token_ids):
             return base
     raise AssertionError(f"{len(tokens)} tokens do not give these drafts")
 
 
 def test_drafts_after_preemption() -> None:
-    """Whoever loses its blocks reads its text again, from what is cached or anew."""
+    """A preempted sequence is computed again, from cached blocks or from scratch."""
     engine = recording(max_sequences=3, num_blocks=22)
     sequences = []
     for number, text in enumerate(("hello", "tell me what the user is", "the end")):
@@ -241,9 +239,8 @@ def test_drafts_after_preemption() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 5])
-def test_drafts_beside_and_after_an_abort(num_steps: int) -> None:
-    """One reply is given up after some steps: the other drafts on, and who goes on from what the
-    first had said finds its keys."""
+def test_drafts_during_and_after_an_abort(num_steps: int) -> None:
+    """The other reply is not disturbed, and a continuation of the aborted one finds its KV."""
     engine = recording(max_sequences=2)
     submit(engine, 1, "hello hello", max_tokens=30, ignore_eos=True)
     submit(engine, 2, "tell me", max_tokens=12, ignore_eos=True)

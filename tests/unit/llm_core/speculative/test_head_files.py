@@ -1,4 +1,4 @@
-"""Files of draft heads: written and read, published ones, and all that does not fit."""
+"""Head files: round trips, published checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PUBLISHED = {
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A whole head."""
+    """A valid head."""
     write_head(tmp_path / "head", HeadFile(HEAD, random_head_tensors(HEAD)), is_int8=False)
     return tmp_path / "head"
 
@@ -88,7 +88,7 @@ def change_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_written_heads_are_read(tmp_path: Path, is_int8: bool) -> None:
+def test_head_round_trip(tmp_path: Path, is_int8: bool) -> None:
     tensors = random_head_tensors(HEAD)
     write_head(tmp_path, HeadFile(HEAD, tensors, {"steps": 5}), is_int8=is_int8)
     head = read_head(tmp_path, TARGET, HEAD.target_fingerprint)
@@ -105,7 +105,7 @@ def test_written_heads_are_read(tmp_path: Path, is_int8: bool) -> None:
             assert torch.equal(head.tensors[name], value.half().float())
 
 
-def test_rows_of_zeros_and_of_tiny_numbers_are_quantised() -> None:
+def test_quantize_rows_of_zeros_and_tiny_values() -> None:
     weight = torch.cat([torch.zeros(1, 32), torch.full((1, 32), 1e-3), torch.full((1, 32), -2.0)])
     codes, scale = quantize_rows(weight)
     assert torch.allclose(codes.float() * scale.float(), weight, rtol=1e-2)
@@ -134,7 +134,7 @@ def test_published_checkpoints_are_read(tmp_path: Path, is_eagle3: bool) -> None
     assert is_eagle3 or not head.tensors["fc.bias"].any()
 
 
-def test_an_eagle3_head_without_d2t_speaks_of_all_words(tmp_path: Path) -> None:
+def test_eagle3_without_d2t_uses_the_full_vocabulary(tmp_path: Path) -> None:
     config = replace(HEAD, draft_vocab_size=200, has_draft_vocab=False)
     write_safetensors(tmp_path / "model.safetensors", random_head_tensors(config))
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"draft_vocab_size": 200}))
@@ -150,7 +150,7 @@ def test_an_eagle3_head_without_d2t_speaks_of_all_words(tmp_path: Path) -> None:
         ({}, "fedcba9876543210", "trained for some-model of fingerprint 0123456789abcdef"),
     ],
 )
-def test_a_head_for_another_model_is_refused(
+def test_head_of_another_model_is_refused(
     directory: Path, target: dict[str, int], mark: str | None, message: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
@@ -172,7 +172,7 @@ def test_a_head_for_another_model_is_refused(
         ("embed_tokens.weight", torch.zeros(300, 64), r"embedding has \(200, 64\)"),
     ],
 )
-def test_unsound_tensors_are_named(
+def test_invalid_tensors_are_named(
     directory: Path, name: str, value: torch.Tensor | None, message: str
 ) -> None:
     change_tensors(directory, **{name: value})
@@ -194,7 +194,7 @@ def test_unsound_tensors_are_named(
         ({"num_medusa_heads": 2}, "num_medusa_heads"),
     ],
 )
-def test_unsound_configurations_are_named(
+def test_invalid_configurations_are_named(
     directory: Path, changes: dict[str, object], message: str
 ) -> None:
     change_config(directory, **changes)
@@ -202,7 +202,7 @@ def test_unsound_configurations_are_named(
         read_head(directory, TARGET, None)
 
 
-def test_other_directories_are_refused(tmp_path: Path, directory: Path) -> None:
+def test_directories_without_a_head_are_refused(tmp_path: Path, directory: Path) -> None:
     with pytest.raises(ModelLoadError, match="holds no draft head"):
         read_head(tmp_path, TARGET, None)
     (directory / CONFIG_NAME).write_text("[" * 100_000)
@@ -210,7 +210,7 @@ def test_other_directories_are_refused(tmp_path: Path, directory: Path) -> None:
         read_head(directory, TARGET, None)
 
 
-def test_scales_of_codes_that_are_not_finite(tmp_path: Path) -> None:
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path / "head", HeadFile(HEAD, random_head_tensors(HEAD)), is_int8=True)
     scale = torch.ones(64, 6).half()
     scale[1, 2] = float("nan")
@@ -233,8 +233,8 @@ def test_a_header_of_two_gigabytes_is_refused(directory: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_any_damage_is_read_or_refused(directory: Path, data: st.DataObject) -> None:
-    """Bytes of the header and of the numbers, settings of any value: a head or a ModelLoadError."""
+def test_damaged_files_are_read_or_refused(directory: Path, data: st.DataObject) -> None:
+    """Changed bytes and settings give a head or a ModelLoadError."""
     path, config_path = directory / TENSORS_NAME, directory / CONFIG_NAME
     sound, config = path.read_bytes(), config_path.read_text()
     damaged = bytearray(sound)
@@ -255,7 +255,7 @@ def test_any_damage_is_read_or_refused(directory: Path, data: st.DataObject) -> 
         config_path.write_text(config)
 
 
-def test_the_fingerprint_is_the_models_whatever_its_format() -> None:
+def test_fingerprint_depends_on_shape_and_norms() -> None:
     weights = {
         "final_norm": torch.linspace(1, 2, 64),
         "layers.0.attention_norm": torch.ones(64),
@@ -267,7 +267,7 @@ def test_the_fingerprint_is_the_models_whatever_its_format() -> None:
     assert mark != fingerprint(TARGET, weights)
 
 
-def test_the_bundled_head_is_small_and_sound() -> None:
+def test_bundled_head_is_small_and_valid() -> None:
     (path,) = (entry.parent for entry in BUNDLED_DIR.glob(f"*/{CONFIG_NAME}"))
     config = HeadConfig.from_values(json.loads((path / CONFIG_NAME).read_text()))
     assert bundled_head(config.target_fingerprint) == path

@@ -1,4 +1,4 @@
-"""The compiled draft head against its formulas in torch, with the same rounded activations."""
+"""The compiled draft head against PyTorch's, with equally rounded activations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def head_config(**changes: Any) -> HeadConfig:
 
 
 def head_tensors(config: HeadConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Random weights that 8 bits hold exactly."""
+    """Random weights that 8-bit codes represent exactly."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
@@ -94,7 +94,7 @@ def head_tensors(config: HeadConfig, seed: int) -> dict[str, torch.Tensor]:
 
 
 class Heads:
-    """One random head, compiled and in torch, beside one random target."""
+    """A random head, compiled and in PyTorch, for a random target."""
 
     def __init__(
         self, library: Library, *, seed: int = 0, num_threads: int = 2, **changes: Any
@@ -158,8 +158,10 @@ class Heads:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_equal_torch(library: Library, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real features, then its own outputs, then a tree; two sequences; blocks in any order."""
+def test_forward_matches_pytorch(
+    library: Library, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's features, the head's own outputs, a tree; two sequences; blocks in any order."""
     linear = torch.nn.functional.linear
 
     def rounded(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
@@ -180,8 +182,8 @@ def test_rows_equal_torch(library: Library, kind: str, monkeypatch: pytest.Monke
     heads.compare(heads.tokens(5, seed), states[:5], tree)
 
 
-def test_cutting_company_and_threads_do_not_change_a_bit(library: Library) -> None:
-    """Nor does it which outputs are asked for, nor whether the last rows are a tree."""
+def test_results_are_bitwise_independent_of_chunks_batch_and_threads(library: Library) -> None:
+    """And of the requested output rows, and of whether a path is part of a tree."""
     results = []
     for num_threads in (1, 2):
         heads = Heads(library, num_threads=num_threads)
@@ -214,8 +216,8 @@ def test_cutting_company_and_threads_do_not_change_a_bit(library: Library) -> No
         assert torch.equal(one, two)
 
 
-class Unchained:
-    """The compiled head without ``draft_chains``: a draft for each call."""
+class HeadWithoutChains:
+    """The compiled head without ``draft_chains``: one call for each draft."""
 
     def __init__(self, head: NativeEagleHead) -> None:
         self.feature_layers, self.target_ids = head.feature_layers, head.target_ids
@@ -236,11 +238,11 @@ def drafts_of(
 
 
 @pytest.mark.parametrize("kind", ["published", "all additions"])
-def test_chains_equal_single_steps(library: Library, kind: str) -> None:
-    """Of sequences of different lengths together, drawn and likeliest, ended early and not."""
+def test_chains_match_single_steps(library: Library, kind: str) -> None:
+    """Sequences of different lengths in one batch, sampled and greedy, with and without limits."""
     heads = Heads(library, **KINDS[kind])
-    unchained = Unchained(heads.native)
-    assert isinstance(heads.native, ChainHead) and not isinstance(unchained, ChainHead)
+    without_chains = HeadWithoutChains(heads.native)
+    assert isinstance(heads.native, ChainHead) and not isinstance(without_chains, ChainHead)
     dice = random.Random(1)
     greedy = SamplingParams(temperature=0.0)
     drawn = [
@@ -266,7 +268,7 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
             requests.append(DraftRequest(sequence, shape, params, uniforms))
             features.append(heads.features(length, case * 3 + index))
         chains = drafts_of(heads.native, heads, requests, features)
-        singly = drafts_of(unchained, heads, requests, features)
+        singly = drafts_of(without_chains, heads, requests, features)
         for one, other, request in zip(chains, singly, requests, strict=True):
             assert one.token_ids == other.token_ids
             # What is nearly as likely as the likeliest has a share at 0.001 yet, here or there.
@@ -277,7 +279,7 @@ def test_chains_equal_single_steps(library: Library, kind: str) -> None:
     assert num_drafts > 60
 
 
-def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
+def test_siblings_are_the_next_best_candidates(library: Library) -> None:
     """The chain is the same with and without them and comes first; behind it, for each depth, the
     likeliest words (to be drawn) but the chain's."""
     heads = Heads(library)
@@ -305,22 +307,24 @@ def test_siblings_are_the_next_likeliest_words(library: Library) -> None:
         table = tuple(plain[index].sequence.block_ids)
         logits, _ = heads.run(tokens, features[index], Segment(table, 0, length))
         expected = logits[-1].softmax(-1)
-        numbers = wanted[index].uniforms
-        if numbers:
+        uniforms = wanted[index].uniforms
+        if uniforms:
             row = logits[-1].numpy()
-            kept, odds = proposal_probs(row, wanted[index].params, numbers[0], HEAD_COUPLING)
+            kept, probs_drawn = proposal_probs(
+                row, wanted[index].params, uniforms[0], HEAD_COUPLING
+            )
             expected = torch.zeros(len(row), dtype=torch.float64)
-            expected[torch.arange(len(row)) if kept is None else kept] = torch.tensor(odds)
+            expected[torch.arange(len(row)) if kept is None else kept] = torch.tensor(probs_drawn)
         order = [
             i for i in expected.argsort(descending=True).tolist() if ids[i] != chain.token_ids[0]
         ]
         assert tree.token_ids[depth : depth + count] == tuple(ids[i] for i in order[:count])
-        said = tree.probabilities[depth : depth + count]
-        assert said == pytest.approx([float(expected[i]) for i in order[:count]], rel=1e-3)
+        probs = tree.probabilities[depth : depth + count]
+        assert probs == pytest.approx([float(expected[i]) for i in order[:count]], rel=1e-3)
         assert tree.parents[depth:] == tuple(d - 1 for d in range(depth) for _ in range(count))
 
 
-def test_what_is_outside_is_refused(library: Library) -> None:
+def test_out_of_range_indices_are_refused(library: Library) -> None:
     heads = Heads(library)
     features, zero = heads.features(2), torch.tensor([0])
     for tokens, segment, outputs, words in [
@@ -342,7 +346,7 @@ def test_what_is_outside_is_refused(library: Library) -> None:
     assert len(chain) == 3  # what the block has room for, and one that is not read
 
 
-def test_words_outside_the_target_and_other_kinds_are_named(library: Library) -> None:
+def test_invalid_heads_are_refused(library: Library) -> None:
     heads = Heads(library)
     tensors = head_tensors(heads.config, 0)
     tensors["d2t"][52] = 50

@@ -1,7 +1,7 @@
-"""Speculation within the engine: the same output in fewer steps, and nothing left behind.
+"""Speculation in the engine: the same output in fewer steps, and no leaked state.
 
-The runner is a fake whose KV are tokens, so that rows that are missing, stale or of a rejected
-draft are found at once; the drafter proposes random trees that are often right.
+The runner is a fake whose KV are tokens, so that missing, stale or rejected rows are detected; the
+drafter proposes random trees that are often right.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def speculating(
 
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN], ids=["tree", "chain"])
-def test_equal_text_in_fewer_steps(shape: DraftShape) -> None:
+def test_same_text_in_fewer_steps(shape: DraftShape) -> None:
     plain, plain_done = reply_to(make_engine(), "Hi", max_tokens=60, ignore_eos=True)
     engine, _ = speculating(shape=shape)
     text, done = reply_to(engine, "Hi", max_tokens=60, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_equal_text_in_fewer_steps(shape: DraftShape) -> None:
     assert engine.stats().speculation.num_accepted == counts.num_accepted
 
 
-def test_a_perfect_drafter_and_one_that_is_always_wrong() -> None:
+def test_drafter_that_is_always_right_or_always_wrong() -> None:
     plain, _ = reply_to(make_engine(), "Hi", max_tokens=30, ignore_eos=True)
     engine, drafter = speculating(shape=CHAIN, accuracy=1.0)
     text, done = reply_to(engine, "Hi", max_tokens=30, ignore_eos=True)
@@ -96,8 +96,8 @@ def test_a_perfect_drafter_and_one_that_is_always_wrong() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_follows_the_end_within_an_accepted_run(seed: int) -> None:
-    """EOS, a stop string, and the last token of all, wherever they fall in a run of drafts."""
+def test_reply_ends_within_an_accepted_path(seed: int) -> None:
+    """By EOS, a stop string or max_tokens, at any position of a chain."""
     options = {"seed": seed, "shape": DraftShape(8, 8), "accuracy": 1.0}
     runner = saying("One. STOP two", "Hi", EOS, 77, 78)
     for params in (
@@ -115,7 +115,7 @@ def test_nothing_follows_the_end_within_an_accepted_run(seed: int) -> None:
         assert_nothing_left(engine)
 
 
-def test_each_token_has_its_event() -> None:
+def test_each_token_has_its_own_event() -> None:
     engine, _ = speculating(saying("abcdefghijkl", "Hi", EOS), shape=CHAIN, accuracy=1.0)
     submit(engine, 1, "Hi")
     events = [event for _, event in drain(engine)]
@@ -126,7 +126,7 @@ def test_each_token_has_its_event() -> None:
     ]
 
 
-def test_drafts_stay_within_max_tokens_and_context() -> None:
+def test_drafts_respect_max_tokens_and_context() -> None:
     runner = FakeRunner(max_context=60)
     engine, drafter = speculating(runner, shape=DraftShape(30, 12, 3))
     _, done = reply_to(engine, "Hi", max_tokens=1000, ignore_eos=True)
@@ -162,8 +162,8 @@ def all_texts(engine: Engine, count: int) -> dict[int, list[Any]]:
 
 
 @pytest.mark.parametrize("num_blocks", [100, 12])
-def test_many_at_once_also_with_preemption(num_blocks: int) -> None:
-    """Of 12 blocks, some requests have to give theirs up while they verify drafts."""
+def test_many_requests_with_and_without_preemption(num_blocks: int) -> None:
+    """With 12 blocks some requests are preempted while they verify drafts."""
     options: dict[str, Any] = {"max_sequences": 4}
     plain = all_texts(make_engine(FakeRunner(num_blocks=100), **options), 6)
     engine, _ = speculating(FakeRunner(num_blocks=num_blocks), **options)
@@ -173,8 +173,8 @@ def test_many_at_once_also_with_preemption(num_blocks: int) -> None:
     assert stats.speculation.num_accepted > 20
 
 
-def test_cached_prefixes_hold_no_drafts() -> None:
-    """What a reply leaves in the cache is right for whoever goes on from it (the fake looks)."""
+def test_prefix_cache_holds_no_drafts() -> None:
+    """The fake runner checks the cached prefixes that later requests use."""
     engine, _ = speculating(FakeRunner(num_blocks=100, block_size=4))
     replies = {}
     for round_ in range(3):
@@ -206,8 +206,8 @@ def test_abort_after_each_step() -> None:
         assert not drafter.num_steps
 
 
-def test_drafts_and_a_prompt_in_one_step() -> None:
-    """A prompt's chunks share steps with trees; both come out as alone."""
+def test_drafts_and_prompt_chunks_in_one_step() -> None:
+    """Both give the same text as alone."""
     runner = FakeRunner(num_blocks=100, max_context=600)
     plain = {
         i: reply_to(make_engine(runner), "word " * 80 * i + "?", max_tokens=40, ignore_eos=True)
@@ -224,7 +224,7 @@ def test_drafts_and_a_prompt_in_one_step() -> None:
         assert text == plain[i][0]
 
 
-def test_unusable_logits_in_a_run_end_their_request_alone() -> None:
+def test_unusable_logits_in_a_path_fail_only_their_request() -> None:
     runner = FakeRunner(lambda prefix: EOS if len(prefix) > 60 else 70 + len(prefix) % 5)
     plain, _ = reply_to(make_engine(runner), "good")
     runner.poisoned_token = 73
@@ -249,7 +249,7 @@ GUIDES = [
 
 @pytest.mark.parametrize("guide", GUIDES, ids=["json", "regex", "choice"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_guided_replies_are_equal_and_what_is_forced_is_drafted(
+def test_guided_replies_are_the_same_and_forced_tokens_are_drafted(
     guide: Any, temperature: float
 ) -> None:
     params = {"guide": guide, "temperature": temperature, "seed": 3, "max_tokens": 60}
@@ -267,7 +267,7 @@ def test_guided_replies_are_equal_and_what_is_forced_is_drafted(
     assert_nothing_left(forced)
 
 
-def test_open_drafts_of_a_prompt_are_told_to_the_drafter() -> None:
+def test_drafter_follows_open_prompts() -> None:
     engine, drafter = speculating()
     engine.open_draft(1, user("Hello the"), received_ns=0)
     list(drain(engine))
@@ -282,7 +282,7 @@ def test_open_drafts_of_a_prompt_are_told_to_the_drafter() -> None:
     assert_nothing_left(engine)
 
 
-def test_what_stood_there_before_is_drafted() -> None:
+def test_ngram_drafts_repeat_the_text() -> None:
     runner = saying("abcdeabcdeabcdeabcde", "Hi", EOS)
     plain, plain_done = reply_to(make_engine(runner), "Hi")
     engine = make_engine(runner)

@@ -1,4 +1,4 @@
-"""From a configuration to a drafter: heads and models that fit, and clear words for the others."""
+"""Drafters and controllers from a configuration, and errors for those that do not fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(directory: Path, model: Path, kind: str = "eagle3", **changes: Any) ->
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle1", "medusa", "ngram", "draft model", "grammar"])
-def test_each_drafter_runs_and_changes_nothing(name: str, model: Path, tmp_path: Path) -> None:
+def test_each_drafter_leaves_the_text_unchanged(name: str, model: Path, tmp_path: Path) -> None:
     speculation: str | Path = {"grammar": "auto", "draft model": model}.get(name, name)
     if name in ("eagle3", "eagle1", "medusa"):
         changes: dict[str, Any] = {"num_medusa_heads": 2} if name == "medusa" else {}
@@ -78,13 +78,13 @@ def test_each_drafter_runs_and_changes_nothing(name: str, model: Path, tmp_path:
         ({"target_fingerprint": "0123456789abcdef"}, "fingerprint 0123456789abcdef"),
     ],
 )
-def test_a_head_for_another_model_says_what_does_not_fit(
+def test_head_of_another_model_is_refused(
     changes: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
     head = write(tmp_path / "head", model, **changes)
     with pytest.raises(ModelLoadError, match=message):
         Engine.load(engine_config(model, head))
-    # Only who says so gets an engine without it.
+    # With speculation_optional the engine starts without it.
     engine = Engine.load(engine_config(model, head, speculation_optional=True))
     assert engine._speculator is not None and engine._speculator.name == "grammar"
 
@@ -100,7 +100,7 @@ def test_missing_tensors_are_named(model: Path, tmp_path: Path) -> None:
         Engine.load(engine_config(model, head))
 
 
-def test_paths_that_hold_nothing(model: Path, tmp_path: Path) -> None:
+def test_paths_without_a_head_or_model_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="nowhere does not exist"):
         Engine.load(engine_config(model, tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
@@ -108,7 +108,7 @@ def test_paths_that_hold_nothing(model: Path, tmp_path: Path) -> None:
         Engine.load(engine_config(model, tmp_path / "empty"))
 
 
-def test_a_draft_model_shares_the_vocabulary(
+def test_draft_model_must_share_the_vocabulary(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny_model, "TOKENS", [*tiny_model.TOKENS, "zzz"])
@@ -119,9 +119,8 @@ def test_a_draft_model_shares_the_vocabulary(
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram", "draft model"])
-def test_the_measured_choice_is_the_default(name: str, model: Path, tmp_path: Path) -> None:
-    """Costs are measured with the real drafter before the first request, and nothing of that is
-    left."""
+def test_automatic_control_is_the_default(name: str, model: Path, tmp_path: Path) -> None:
+    """Its start-up measurement with the real drafter leaves no state behind."""
     speculation: str | Path = {"draft model": model}.get(name, name)
     if name == "eagle3":
         speculation = write(tmp_path / "head", model)
@@ -141,17 +140,16 @@ def test_the_measured_choice_is_the_default(name: str, model: Path, tmp_path: Pa
     ("backend", "window", "speculates"),
     [("native", None, True), ("native", 64, False), ("torch", None, False)],
 )
-def test_automatically_drafts_are_made_where_they_were_measured(
+def test_auto_speculates_only_on_the_native_backend_without_a_window(
     model: Path, backend: ModelBackend, window: int | None, speculates: bool
 ) -> None:
-    """In compiled code; a window asks for none, and has precedence over what nobody asked for."""
     engine = Engine.load(engine_config(model, "auto", backend, attention_window=window))
     assert (engine._speculator is not None) == speculates
     assert reply_to(engine, "Hi", max_tokens=4, ignore_eos=True)[0]
     assert_nothing_left(engine)
 
 
-def test_impossible_limits_are_refused() -> None:
+def test_draft_limits_below_one_are_refused() -> None:
     for name in ("draft_tokens", "draft_depth", "draft_width"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             EngineConfig(model_path="x", **{name: 0})  # type: ignore[arg-type]

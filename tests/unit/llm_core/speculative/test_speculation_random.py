@@ -1,7 +1,7 @@
-"""Speculative and plain output are equal, token by token: a float32 model, every drafter, chains
-and trees, temperatures 0, 0.7 and 1.0, batches of mixed requests.
+"""Lossless speculation: equal output, token by token, for a float32 model, every drafter, chains
+and trees, temperatures 0, 0.7 and 1.0, and batches of mixed requests.
 
-``PARLEY_SPECULATION_CASES=20000`` sets how many requests are tried.
+``PARLEY_SPECULATION_CASES=20000`` sets the number of requests.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def medusa() -> Drafter:
 
 
 def draft_model() -> Drafter:
-    """The target itself: its drafts are right nearly always, drawn ones too."""
+    """The target itself: nearly all drafts are accepted, sampled ones too."""
     weights = random_weights(CONFIG)
     weights["head"] = weights["head"] * 3
     model = ModelRunner(CONFIG, weights, RunnerOptions(num_blocks=100, block_size=8))
@@ -113,7 +113,7 @@ def random_requests(rng: random.Random, temperature: float) -> list[tuple[str, S
 
 
 def run_all(engine: Engine, requests: list[tuple[str, SamplingParams]]) -> tuple[list[Text], Any]:
-    """Each request's tokens, prompt included, and all that was said of it."""
+    """Each request's tokens, including its prompt, and its events."""
     sequences = {}
     events: dict[int, list[Any]] = {number: [] for number in range(len(requests))}
     for number, (text, params) in enumerate(requests):
@@ -134,7 +134,7 @@ def run_all(engine: Engine, requests: list[tuple[str, SamplingParams]]) -> tuple
 
 
 def assert_equal(plain: Text, said: Text, text: str, params: SamplingParams) -> None:
-    """Equal, or apart from where rounding in the last bits of a sum decides."""
+    """Equal, or different from where rounding in the last bits of a sum decides."""
     if plain == said:
         return
     at = next(i for i, (a, b) in enumerate(zip(plain, said, strict=False)) if a != b)
@@ -155,7 +155,7 @@ def assert_equal(plain: Text, said: Text, text: str, params: SamplingParams) -> 
 def plain_case(
     shape_name: str, temperature: float, case: int
 ) -> tuple[list[tuple[str, SamplingParams]], list[Text], Any]:
-    """Requests, and what plain decoding makes of them; drafters share them."""
+    """Requests and their plain results, shared by all drafters."""
     requests = random_requests(random.Random(f"{shape_name} {temperature} {case}"), temperature)
     return requests, *run_all(engine_of(None, SHAPES[shape_name], case), requests)
 
@@ -186,9 +186,9 @@ def test_equal_to_plain_decoding(name: str, shape_name: str, temperature: float)
             assert events == plain_events
         drafted += engine.stats().speculation.num_drafted
         accepted += engine.stats().speculation.num_accepted
-    assert drafted > 20 or name == "ngram", "random text rarely says the same again"
+    assert drafted > 20 or name == "ngram", "random text rarely repeats n-grams"
     if name in ("guessing", "draft_model"):
-        assert accepted > 0.2 * drafted, "otherwise nothing is tried"
+        assert accepted > 0.2 * drafted, "too few for a meaningful test"
 
 
 def engine_of(drafter: Drafter | None, shape: DraftShape, seed: int) -> Engine:
@@ -200,17 +200,17 @@ def engine_of(drafter: Drafter | None, shape: DraftShape, seed: int) -> Engine:
     return engine
 
 
-NUM_SEEDS, NUM_SAID = 700, 4
+NUM_SEEDS, REPLY_LEN = 700, 4
 
 
 @cache
 def flat_runner() -> ModelRunner:
-    """Many tokens are likely after anything."""
+    """A model with flat distributions."""
     return ModelRunner(CONFIG, random_weights(CONFIG), RunnerOptions(num_blocks=300, block_size=8))
 
 
 @cache
-def said_by_seed(shape_name: str) -> list[Text]:
+def replies_by_seed(shape_name: str) -> list[Text]:
     """The first tokens after one prompt at temperature 1, by seed. The drafter is the target, so
     most of them are drafts that were accepted; its likeliest tokens are many."""
     model = flat_runner()
@@ -221,7 +221,7 @@ def said_by_seed(shape_name: str) -> list[Text]:
     )
     engine = make_engine(model, max_sequences=24, max_waiting=1000)
     engine.speculate(drafter, FixedController(SHAPES[shape_name]))
-    params: dict[str, Any] = {"max_tokens": NUM_SAID, "temperature": 1.0, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": REPLY_LEN, "temperature": 1.0, "ignore_eos": True}
     sequences = []
     for seed in range(NUM_SEEDS):
         engine.submit(seed, user("hello"), SamplingParams(seed=seed, **params), received_ns=0)
@@ -255,10 +255,10 @@ def assert_distributed(counts: Sequence[int], expected: Sequence[float]) -> int:
 
 
 @pytest.mark.parametrize("shape_name", SHAPES)
-def test_drafted_tokens_are_distributed_as_the_target_says(shape_name: str) -> None:
+def test_drafted_tokens_follow_the_targets_distribution(shape_name: str) -> None:
     """The first token beside its exact probabilities, the second beside the exact mixture of them
     over all first ones; many tokens are likely."""
-    texts = said_by_seed(shape_name)
+    texts = replies_by_seed(shape_name)
     first = exact(())
     second = sum(p * exact((token,)) for token, p in enumerate(first) if p > 1e-6)
     for place, wanted in enumerate((first, second)):
@@ -269,14 +269,14 @@ def test_drafted_tokens_are_distributed_as_the_target_says(shape_name: str) -> N
 
 
 @pytest.mark.parametrize("shape_name", SHAPES)
-def test_each_drafted_token_follows_from_those_before_it(shape_name: str) -> None:
+def test_each_drafted_token_follows_its_conditional_distribution(shape_name: str) -> None:
     """Every token's place in the exact distribution after what was said before it, the likeliest
     tokens first, falls evenly into twenty parts (a tall token is spread over the parts that it
     covers)."""
     counts, num_parts = np.zeros(20), 20
-    texts = said_by_seed(shape_name)[::3]
+    texts = replies_by_seed(shape_name)[::3]
     for text in texts:
-        for place in range(1, NUM_SAID):
+        for place in range(1, REPLY_LEN):
             wanted = exact(text[:place])
             order = np.argsort(-wanted, kind="stable")
             ends = np.cumsum(wanted[order])
@@ -284,7 +284,7 @@ def test_each_drafted_token_follows_from_those_before_it(shape_name: str) -> Non
             low, high = (ends[at] - wanted[text[place]]) * num_parts, ends[at] * num_parts
             edges = np.clip(np.arange(num_parts + 1), low, high)
             counts += np.diff(edges) / (high - low)
-    expected = len(texts) * (NUM_SAID - 1) / num_parts
+    expected = len(texts) * (REPLY_LEN - 1) / num_parts
     # Spreading only makes counts vary less than a chi-square's do.
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 45, chi_square  # 0.1% of draws with 19 degrees of freedom exceed 43.8
