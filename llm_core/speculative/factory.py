@@ -41,7 +41,7 @@ logger = logging.getLogger("llm_core.speculation")
 
 
 def is_speculation_enabled(config: EngineConfig, runner: ModelRunner) -> bool:
-    """Whether ``EngineConfig.speculation`` asks for drafts, or "auto" allows them here."""
+    """True if ``EngineConfig.speculation`` asks for drafts, or "auto" allows them here."""
     if config.speculation != "auto":
         return config.speculation != "off"
     if config.attention_window is not None:

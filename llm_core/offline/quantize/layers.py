@@ -37,7 +37,7 @@ class LayerRecipe:
 
     @property
     def is_data_free(self) -> bool:
-        """Whether no calibration text is used."""
+        """True if no calibration text is used."""
         return self.method == "rtn" and not self.clips
 
 

@@ -56,7 +56,7 @@ def write_conversations(path: Path, conversations: Sequence[Conversation]) -> No
 
 
 def has_features(path: Path) -> bool:
-    """Whether a file holds hidden states."""
+    """True if a file holds hidden states."""
     with SafetensorsFile(path) as file:
         return "features" in file.tensors
 

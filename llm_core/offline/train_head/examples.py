@@ -47,7 +47,7 @@ def example_of(conversation: Conversation, width: int | None = None) -> Example:
 
 
 def has_anchor(conversation: Conversation) -> bool:
-    """Whether the conversation has an answer of at least two tokens."""
+    """True if the conversation has an answer of at least two tokens."""
     is_answer = conversation.is_answer
     return any(a and b for a, b in zip(is_answer, is_answer[1:], strict=False))
 

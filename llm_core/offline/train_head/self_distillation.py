@@ -290,7 +290,7 @@ class SelfDistillation:
         return len(stream.ids) + 8 <= self._max_len
 
     def _finished(self, stream: _Stream) -> Conversation:
-        length = 1 + max(i for i, said in enumerate(stream.is_answer) if said)
+        length = 1 + max(i for i, is_answer in enumerate(stream.is_answer) if is_answer)
         features = torch.cat(stream.features)[: length - 1] if stream.features else None
         return Conversation(
             stream.ids[:length], stream.is_answer[:length], stream.temperature, features

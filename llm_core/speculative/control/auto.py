@@ -243,7 +243,7 @@ class AutoController:
         return max(tokens * plain_ns / (took_ns + overhead_ns) for tokens, took_ns in options)
 
     def _could_pay(self, batch: BatchState) -> bool:
-        """Whether drafts would pay at the best conceivable acceptance rate."""
+        """True if drafts would pay at the best conceivable acceptance rate."""
         num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
         scale = self._tracker.draft_time_scale.value or 1.0
         factor = min(scale, num_sequences) * self._cost.load

@@ -29,7 +29,7 @@ class Controller(Protocol):
 
     @property
     def wants_hidden_states(self) -> bool:
-        """Whether the target's hidden states of this step should be captured for later drafts."""
+        """True if the target's hidden states of this step should be captured for later drafts."""
 
     def select_drafts(self, trees: Sequence[DraftTree], batch: BatchState) -> list[DraftTree]:
         """The part of each sequence's tree that is worth verifying, possibly empty."""

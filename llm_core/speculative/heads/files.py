@@ -72,7 +72,7 @@ def bundled_head(target_fingerprint: str) -> Path | None:
 
 
 def is_head_directory(path: Path) -> bool:
-    """Whether ``path`` holds a draft head, ours or a published one, rather than a model."""
+    """True if ``path`` holds a draft head, ours or a published one, rather than a model."""
     if not path.is_dir():
         return False
     if (path / CONFIG_NAME).exists():
