@@ -248,7 +248,7 @@ def _table(result: compare.LlmBenchResult) -> Table:
     for name in engines:
         table.add_column(name, justify="right")
     medians = [result.rounds.medians(name) for name in engines]
-    ratios = result.rounds.ratios(*engines) if len(engines) == 2 else {}
+    ratios = result.rounds.ratios(engines[0], engines[1]) if len(engines) == 2 else {}
     if ratios:
         table.add_column("ratio", justify="right")
     for figure in medians[0]:

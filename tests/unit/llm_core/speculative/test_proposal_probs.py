@@ -56,7 +56,9 @@ def test_exact_distribution_gives_the_drawn_token() -> None:
         params = PARAMS[0]
         ids, probs = proposal_probs(row, params, float(uniform), EXACT_COUPLING)
         best = int(probs.argmax())
-        assert (best if ids is None else int(ids[best])) == sample_token(row, params, float(uniform))
+        assert (best if ids is None else int(ids[best])) == sample_token(
+            row, params, float(uniform)
+        )
 
 
 def test_finds_the_drawn_token_more_often_than_likelihood_does() -> None:
