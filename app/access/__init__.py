@@ -1,4 +1,4 @@
-"""TODO app/access."""
+"""API keys, client secrets, rate limits, and the open connections."""
 
 from app.access.auth import (
     REALTIME_SUBPROTOCOL,

@@ -1,1 +1,1 @@
-"""TODO app/cli."""
+"""The ``parley`` command: one module per command."""

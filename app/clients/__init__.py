@@ -1,4 +1,4 @@
-"""TODO app/clients."""
+"""Clients of a server: talk client, phone provider simulator, recordings of both sides."""
 
 from app.clients.call import AudioSocketPort, CallClient, Trouble, open_call
 from app.clients.recording import RATE, write_mono

@@ -1,4 +1,4 @@
-"""TODO app/models."""
+"""Named models: catalogue, download, verification, local files."""
 
 from app.models.store import FetchProgress, FetchStage, ModelEntry, ModelStatus, ModelStore
 

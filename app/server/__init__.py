@@ -1,1 +1,1 @@
-"""TODO app/server."""
+"""The server process: lifecycle, routes, HTTP limits, start of the engines."""

@@ -1,4 +1,4 @@
-"""TODO audio/asr."""
+"""Speech recognition with Whisper."""
 
 from audio.asr.hallucination_filter import PunctuationLogprobs, words_of
 from audio.asr.local_agreement import Agreement, rest_after

@@ -1,4 +1,4 @@
-"""TODO audio/endpointing."""
+"""When a speaker has finished: VAD endpointer, semantic endpointing, backchannels."""
 
 from audio.endpointing.backchannel import means_to_stop
 from audio.endpointing.prosody import Prosody, measure_end

@@ -1,4 +1,4 @@
-"""TODO audio/files."""
+"""Audio files: reading, encoding while streaming, captions."""
 
 from audio.files.captions import Line, lines_of, to_srt, to_vtt
 from audio.files.containers import read_speech

@@ -1,4 +1,4 @@
-"""TODO audio/text."""
+"""Text for speech: clauses, Markdown removal, normalisation."""
 
 from audio.text.clause_rules import CLOSERS
 from audio.text.clauses import DEFAULT_LIMITS, ClauseChunker, ClauseLimits

@@ -1,4 +1,4 @@
-"""TODO audio/tts."""
+"""Speech synthesis with Piper voices (VITS), streamed."""
 
 from audio.tts.synthesizer import MAX_SPEED, MIN_SPEED, SpeechPiece, Synthesizer
 

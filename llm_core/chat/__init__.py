@@ -1,4 +1,4 @@
-"""TODO llm_core/chat."""
+"""Chat templates, and tool calls in prompts and replies."""
 
 from llm_core.chat.template import ChatTemplate, PromptPiece
 from llm_core.chat.tool_parser import (

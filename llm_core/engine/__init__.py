@@ -1,4 +1,4 @@
-"""TODO llm_core/engine."""
+"""The engine: requests in, steps, events out."""
 
 from llm_core.engine.engine import Engine, Output
 

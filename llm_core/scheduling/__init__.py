@@ -1,4 +1,4 @@
-"""TODO llm_core/scheduling."""
+"""The scheduler, its sequences, and the blocks of the paged KV cache. No tensors here."""
 
 from llm_core.scheduling.attention_window import GONE, AttentionWindow
 from llm_core.scheduling.block_tables import BlockCopy, BlockTables

@@ -1,4 +1,4 @@
-"""TODO llm_core/tokenizer."""
+"""Text to token ids and back."""
 
 from llm_core.tokenizer.detokenizer import Detokenizer
 from llm_core.tokenizer.hf_tokenizer import token_text, tokenizer_from_json

@@ -1,1 +1,1 @@
-"""TODO app/api/audio."""
+"""``/v1/audio``: transcription of files and speech synthesis."""

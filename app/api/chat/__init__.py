@@ -1,1 +1,1 @@
-"""TODO app/api/chat."""
+"""``/v1/chat/completions``."""

@@ -1,1 +1,1 @@
-"""TODO app/api/http."""
+"""Shared parts of HTTP routes: bodies, JSON limits, errors, event streams, disconnects."""

@@ -1,1 +1,1 @@
-"""TODO app/api/realtime."""
+"""The Realtime API: connections, client and server events, WebRTC calls, client secrets."""

@@ -1,1 +1,1 @@
-"""TODO app/api/telephony."""
+"""Phone calls over HTTP and WebSocket: webhooks, authentication, one call."""

@@ -1,1 +1,1 @@
-"""TODO app/conversation/input."""
+"""The user turn: the caller's audio, its transcript, and when it ends."""

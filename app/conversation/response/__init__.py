@@ -1,1 +1,1 @@
-"""TODO app/conversation/response."""
+"""One response: from the request to the engine to the audio that was heard."""

@@ -1,1 +1,1 @@
-"""TODO app/conversation/speech."""
+"""ASR and TTS scheduling, shared by all sessions."""

@@ -1,1 +1,1 @@
-"""TODO audio/text/normalize."""
+"""English text normalisation: numbers, dates, units and symbols in words."""

@@ -1,1 +1,1 @@
-"""TODO app/transports/telephony/providers."""
+"""One module per phone provider: its messages to and from ``PhoneProtocol``."""
