@@ -1,4 +1,4 @@
-"""Signal and speech: codecs, resampling, voice activity, recognition, synthesis.
+"""Signal and speech processing: codecs, resampling, VAD, speech recognition and synthesis.
 
-Knows nothing of networks or language models. Audio inside is float32 mono in [-1, 1].
+Independent of networks and language models. Audio is float32 mono in [-1, 1].
 """

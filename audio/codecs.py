@@ -1,4 +1,4 @@
-"""Wire encodings of speech: little-endian 16-bit PCM and the two laws of ITU-T G.711.
+"""Wire encodings: little-endian 16-bit PCM, and mu-law and A-law of ITU-T G.711.
 
 Both directions of G.711 are table lookups: 256 entries to decode, 65,536 to encode.
 """
@@ -21,7 +21,7 @@ PCM16_SCALE = 32768.0
 
 @dataclass(frozen=True, slots=True)
 class AudioFormat:
-    """How mono audio looks on the wire. ``rate`` is in samples per second."""
+    """Encoding and sample rate (Hz) of mono audio on the wire."""
 
     encoding: Encoding
     rate: int

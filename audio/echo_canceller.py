@@ -1,13 +1,13 @@
-"""Our own voice, taken out of what the caller's microphone hears (WebRTC's AEC3).
+"""Acoustic echo cancellation of the caller's input (WebRTC's AEC3).
 
-For callers without echo cancellation (speakerphones). What was played is known; an adaptive filter
-learns how it comes back, however late and through whatever room, and takes it away, so that who
-speaks over it is still heard. Works on whole frames of 10 ms; positions are samples of the caller's
-input at 16 kHz.
+For callers without echo cancellation of their own (speakerphones). The playback is the reference
+signal; an adaptive filter learns its delay and the room, and subtracts the echo, so that a caller
+who speaks over the playback is still heard. Works on whole frames of 10 ms; positions are samples
+of the caller's input at 16 kHz.
 
-    played    ---|##  ###  #|---------
-    heard     --------|##o ###oo#|ooo-    o: the caller
-    cleaned   -----------|o  ooo |ooo-
+    played     ---|##  ###  #|---------
+    input      --------|##o ###oo#|ooo-    o: the caller
+    cancelled  -----------|o  ooo |ooo-
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from pywebrtc_audio import EchoCanceller as Aec3
 from audio.frame import SPEECH_RATE, Samples, silence
 from audio.resample import StreamResampler
 
-FRAME = SPEECH_RATE // 100
-# Of what was played in the last 0.3 s, so many frames of 10 ms must be above -50 dB for the
-# microphone to have had something to hear.
-_HEARABLE_FRAMES, _LOUD_FRAMES, _LOUD = 30, 5, 1e-5
-# Windows in which it had and nothing was heard: so many (0.64 s, later than echoes come), and it
-# does not hear us, which then counts like the most. One where a voice was heard that is gone once
-# ours is taken away weighs as much as several of them.
-_DEAF, _MOST_DEAF, _ECHO_WEIGHT = 20, 60, 4
-# An echo comes at most so much later than the clock says that it was played: network, the player's
-# buffer, the room.
+FRAME_SAMPLES = SPEECH_RATE // 100
+# The playback could cause an echo if, of its last 30 frames of 10 ms, 5 are above -50 dB.
+_REFERENCE_FRAMES, _MIN_LOUD_FRAMES, _LOUD = 30, 5, 1e-5
+# VAD windows without an echo although the playback could cause one: from 20 (0.64 s, longer than an
+# echo takes) the line is echo-free, and the count jumps to its maximum. A window with speech that
+# vanishes by cancellation, an echo, takes 4 off the count.
+_ECHO_FREE_FROM, _MAX_ECHO_FREE, _ECHO_WEIGHT = 20, 60, 4
+# Maximum delay of an echo after its time of playback: network, the player's buffer, the room.
 _TAIL_SAMPLES = SPEECH_RATE
 
 
 class EchoCanceller:
-    """One caller's."""
+    """Echo canceller of one caller."""
 
     def __init__(self) -> None:
-        self._aec: Aec3 | None = None  # most calls end before it is needed, or have their own
-        self._played: deque[tuple[int, Samples]] = deque()  # where it sounds, in order
+        self._aec: Aec3 | None = (
+            None  # created when first needed: many clients cancel echo themselves
+        )
+        self._played: deque[tuple[int, Samples]] = deque()  # position and samples, in order
         self._resampler = StreamResampler(SPEECH_RATE, SPEECH_RATE)
-        self._ends = 0  # of what was played, in its own samples' count
+        self._ends = 0  # end of the playback noted so far
         self._sounds_until = 0
-        self._loud: deque[bool] = deque(maxlen=_HEARABLE_FRAMES)
-        self._num_deaf = 0
+        self._loud: deque[bool] = deque(maxlen=_REFERENCE_FRAMES)
+        self._num_echo_free = 0
 
-    def play(self, samples: Samples, rate: int, position: int) -> None:
-        """Note that float32 [n] at ``rate`` sounds at the caller's from ``position`` on.
+    def add_playback(self, samples: Samples, rate: int, position: int) -> None:
+        """Note that float32 [n] at ``rate`` plays at the caller's from ``position`` on.
 
-        What follows closely on what was noted before is taken to join it without a gap; what else
-        begins before the end of that takes its place.
+        Audio within 10 ms of the end of the playback noted before joins it without a gap; other
+        audio that overlaps it replaces the rest of it.
         """
         if rate != self._resampler.in_rate:
             self._resampler = StreamResampler(rate, SPEECH_RATE)
-        if abs(position - self._ends) > FRAME:  # after a pause
+        if abs(position - self._ends) > FRAME_SAMPLES:  # after a pause
             self._resampler.reset()
             self._cut(position)
             self._ends = position
@@ -64,56 +64,55 @@ class EchoCanceller:
             self._ends = at + piece.size
             self._sounds_until = self._ends + _TAIL_SAMPLES
 
-    def stop(self, position: int) -> None:
-        """Nothing is played from ``position`` on."""
+    def stop_playback(self, position: int) -> None:
+        """Note that nothing plays from ``position`` on."""
         self._cut(position)
         if self._ends > position:
             self._ends = position
             self._sounds_until = position + _TAIL_SAMPLES
 
-    def forget(self, position: int) -> None:
-        """Nothing before ``position`` will be asked for; to be told now and then, since who minds
-        no echo never asks."""
+    def discard_before(self, position: int) -> None:
+        """Drop playback before ``position``; `cancel` does so as well."""
         while self._played and self._played[0][0] + self._played[0][1].size <= position:
             self._played.popleft()
 
-    def is_sounding(self, position: int) -> bool:
-        """Something that was played may be heard at ``position``, or will be."""
+    def may_echo_at(self, position: int) -> bool:
+        """True when playback, or its echo, may be audible at ``position``."""
         return position < self._sounds_until
 
-    def clean(self, heard: Samples, position: int) -> Samples:
-        """``heard`` float32 [n], whole frames from ``position`` on, without our own voice."""
+    def cancel(self, heard: Samples, position: int) -> Samples:
+        """Cancel the echo in ``heard``: float32 [n], whole frames from ``position`` on."""
         if not heard.size:
             return heard
         if self._aec is None:
             self._aec = Aec3(sample_rate=SPEECH_RATE)
         played = self._take(position, heard.size)
-        self._loud.extend(np.mean(np.square(played.reshape(-1, FRAME)), axis=1) > _LOUD)
+        self._loud.extend(np.mean(np.square(played.reshape(-1, FRAME_SAMPLES)), axis=1) > _LOUD)
         cleaned: Samples = self._aec.process(heard, played)
         return cleaned
 
-    def judge(self, heard: float, cleaned: float, is_voice_from: float) -> float:
-        """The probability of the caller's voice in a window: as heard, and without our own voice.
+    def gate_probability(self, heard: float, cleaned: float, exit_threshold: float) -> float:
+        """Speech probability of the caller in a window, from those before and after cancellation.
 
-        Cancelling costs some of the caller's voice as well, most of all where there is no echo that
-        could be learned from (headsets, clients that cancel it themselves). So a microphone that
-        has not heard us for a while is believed.
+        Cancellation also attenuates the caller, most of all where there is no echo to adapt to
+        (headsets, clients that cancel it themselves). On a line without echo for a while the
+        probability before cancellation is used.
         """
-        if heard < is_voice_from:
-            if sum(self._loud) >= _LOUD_FRAMES:
-                self._num_deaf += 1
-            if self._num_deaf >= _DEAF:
-                self._num_deaf = _MOST_DEAF
+        if heard < exit_threshold:
+            if sum(self._loud) >= _MIN_LOUD_FRAMES:
+                self._num_echo_free += 1
+            if self._num_echo_free >= _ECHO_FREE_FROM:
+                self._num_echo_free = _MAX_ECHO_FREE
             return heard
-        is_deaf = self._num_deaf >= _DEAF
-        if cleaned < is_voice_from:
-            self._num_deaf = max(0, self._num_deaf - _ECHO_WEIGHT)
-        return heard if is_deaf else cleaned
+        is_echo_free = self._num_echo_free >= _ECHO_FREE_FROM
+        if cleaned < exit_threshold:
+            self._num_echo_free = max(0, self._num_echo_free - _ECHO_WEIGHT)
+        return heard if is_echo_free else cleaned
 
     def _take(self, start: int, num: int) -> Samples:
-        """What was played in [start, start + num); older things are forgotten."""
+        """Playback in [start, start + num); drops what is older."""
         out = silence(num)
-        self.forget(start)
+        self.discard_before(start)
         for at, piece in self._played:
             if at >= start + num:
                 break
@@ -123,7 +122,7 @@ class EchoCanceller:
         return out
 
     def _cut(self, position: int) -> None:
-        """Take back what sounds from ``position`` on."""
+        """Drop playback from ``position`` on."""
         while self._played and self._played[-1][0] >= position:
             self._played.pop()
         if self._played:

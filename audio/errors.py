@@ -1,10 +1,10 @@
-"""Everything that can go wrong in the audio package, drawn first."""
+"""Exceptions of the audio package."""
 
 from __future__ import annotations
 
 
 class AudioError(Exception):
-    """Base of all errors of the audio package; the message says what was wrong and expected."""
+    """Base class; the message says what was wrong and what was expected."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -12,11 +12,11 @@ class AudioError(Exception):
 
 
 class AudioFormatError(AudioError):
-    """Bytes or a file that are not audio of the expected form."""
+    """Bytes or a file that are not audio of the expected format."""
 
 
-class NotWantedError(AudioError):
-    """Work was given up half-way, because nobody waits for it any more."""
+class AbandonedError(AudioError):
+    """Work was cancelled between two steps."""
 
 
 class ModelError(AudioError):

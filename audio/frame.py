@@ -1,4 +1,4 @@
-"""What audio looks like inside: float32 mono samples in [-1, 1]; speech input is at 16 kHz."""
+"""Audio inside the project: float32 mono samples in [-1, 1]; speech input at 16 kHz."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 Samples = npt.NDArray[np.float32]
 
 SPEECH_RATE = 16_000
-"""Samples per second that the voice activity detector and the recogniser take."""
+"""Sample rate in Hz of the VAD and the recogniser."""
 
 
 def silence(num_samples: int) -> Samples:

@@ -1,7 +1,7 @@
-"""How loud a sound is to an ear.
+"""A-weighted levels (IEC 61672-1).
 
-A microphone hears the rumble of a room, of a table and of wind as loud as a voice; an ear hardly
-does. Levels that decide whether something is *heard* are weighted by the A curve (IEC 61672-1).
+Microphones pick up the rumble of rooms, tables and wind as loud as speech, while people hardly hear
+it. Levels that decide about audibility are therefore A-weighted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ FRAME_MS = 10
 # Poles of the A curve, Hz, and its gain at 1 kHz.
 _POLES_HZ = (20.6, 107.7, 737.9, 12_194.0)
 _GAIN_AT_1_KHZ = 1.2589
-# A block is filtered with this much around it: what comes out at one end of the transform when it
-# goes in at the other falls there.
+# Guard frames around a filtered block absorb the wrap-around of the circular convolution.
 _GUARD_FRAMES = 10
 _MAX_BLOCK_FRAMES = 400
 _FLOOR = np.float32(1e-12)
@@ -27,8 +26,8 @@ _FLOOR = np.float32(1e-12)
 def levels_db(samples: Samples, rate_hz: int) -> Samples:
     """A-weighted level of every whole frame of 10 ms, dB below a full-scale square wave at 1 kHz.
 
-    ``samples`` float32 [n] at ``rate_hz``; returns float32 [n // (rate_hz / 100)]. Nothing is heard
-    before it sounds. A second at 16 kHz takes about 0.3 ms.
+    ``samples`` float32 [n] at ``rate_hz``; returns float32 [n // (rate_hz / 100)]. The filter is
+    causal. A second at 16 kHz takes about 0.3 ms.
     """
     frame = rate_hz * FRAME_MS // 1000
     num_frames = samples.size // frame
@@ -41,10 +40,10 @@ def levels_db(samples: Samples, rate_hz: int) -> Samples:
 
 
 def _block_db(samples: Samples, frame: int, start: int, end: int) -> Samples:
-    """Of the frames [start, end)."""
+    """Levels of the frames [start, end)."""
     before = min(start, _GUARD_FRAMES)
     around = samples[(start - before) * frame : (end + _GUARD_FRAMES) * frame]
-    num_frames = -(-(before + end - start + 2 * _GUARD_FRAMES) // 20) * 20  # quickly transformed
+    num_frames = -(-(before + end - start + 2 * _GUARD_FRAMES) // 20) * 20  # a fast FFT size
     size = num_frames * frame
     heard = np.fft.irfft(np.fft.rfft(around, size) * _curve(size, frame * 1000 // FRAME_MS), size)
     frames = heard[before * frame : (before + end - start) * frame].reshape(-1, frame)
@@ -54,7 +53,7 @@ def _block_db(samples: Samples, frame: int, start: int, end: int) -> Samples:
 
 @lru_cache(maxsize=32)
 def _curve(size: int, rate_hz: int) -> npt.NDArray[np.complex64]:
-    """Response at each frequency of a transform of ``size`` samples, complex [size // 2 + 1]."""
+    """A-weighting response for an FFT of ``size`` samples, complex [size // 2 + 1]."""
     s = 2j * np.pi * np.fft.rfftfreq(size, 1 / rate_hz)
     p1, p2, p3, p4 = (2 * np.pi * pole for pole in _POLES_HZ)
     curve = _GAIN_AT_1_KHZ * p4**2 * s**4

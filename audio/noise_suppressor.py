@@ -1,8 +1,7 @@
-"""Less noise around a voice: the suppressor of WebRTC, streaming (package ``pywebrtc-audio``).
+"""Streaming noise suppression with WebRTC's suppressor (package ``pywebrtc-audio``).
 
-A Wiener filter over a noise estimate that follows what is not speech; what browsers use. Its frames
-are 10 ms and overlap, so that its output lies 6 ms behind: those are cut off at the beginning, and
-output and input have the same positions.
+A Wiener filter over an estimate of the background noise. Its overlapping frames of 10 ms delay the
+output by 6 ms; these are cut off at the beginning, so that output and input positions are equal.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from pywebrtc_audio import NoiseSuppressor
 from audio.frame import SPEECH_RATE, Samples, silence
 
 Microphone = Literal["near_field", "far_field"]
-"""A headset, close to the mouth; or one that hears the room."""
+"""OpenAI's noise reduction types: a headset, or a distant microphone."""
 
 DELAY_SAMPLES = 96
-"""Of the filter, at 16 kHz."""
+"""Delay of the filter at 16 kHz."""
 _FRAME = SPEECH_RATE // 100
-# Of the library: by at most 6, 12, 18, 21 dB.
+# The library's levels 0 to 3 suppress by at most 6, 12, 18, 21 dB.
 _LEVELS: dict[Microphone, int] = {"near_field": 1, "far_field": 2}
 
 
 class NoiseReducer:
-    """One caller's. The last samples, less than 16 ms, stay inside."""
+    """Noise suppressor of one caller; holds back less than 16 ms."""
 
     def __init__(self, microphone: Microphone) -> None:
         self.microphone = microphone
@@ -34,7 +33,7 @@ class NoiseReducer:
         self._num_to_cut = DELAY_SAMPLES
 
     def process(self, samples: Samples) -> Samples:
-        """Float32 [n] at 16 kHz -> [m]: what is whole by now. Takes about 4 us per 10 ms."""
+        """Float32 [n] at 16 kHz -> [m], the completed frames. Takes about 4 us per 10 ms."""
         pending: Samples = np.concatenate((self._rest, samples))
         end = pending.size // _FRAME * _FRAME
         self._rest = pending[end:].copy()

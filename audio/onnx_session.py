@@ -1,4 +1,4 @@
-"""ONNX networks as all of this package runs them: on the CPU, with threads that sleep when idle."""
+"""ONNX Runtime sessions on the CPU, with threads that sleep when idle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from audio.errors import ModelError
 
-# They share no base but Exception.
+# Their only common base is Exception.
 ORT_ERRORS: tuple[type[Exception], ...] = (
     ort_errors.EPFail,
     ort_errors.EngineError,
@@ -28,7 +28,7 @@ ORT_ERRORS: tuple[type[Exception], ...] = (
 def open_file(
     path: Path, num_threads: int, what: str, *, keeps_memory: bool = True
 ) -> ort.InferenceSession:
-    """The network in the file ``path``. Raises ModelError, naming ``what`` and the file."""
+    """Load the ONNX file ``path``. Raises ModelError, naming ``what`` and the file."""
     what = f"{what} {path}"
     try:
         model = path.read_bytes()
@@ -40,14 +40,14 @@ def open_file(
 def open_session(
     model: bytes, num_threads: int, what: str, *, keeps_memory: bool = True
 ) -> ort.InferenceSession:
-    """The network of an ONNX file's content. Raises ModelError, naming ``what``.
+    """Load the content of an ONNX file. Raises ModelError, naming ``what``.
 
-    ``keeps_memory``: what a run took stays for the next one.
+    ``keeps_memory``: keep the memory of a run in an arena for the next one.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
-    # Idle threads that spin take the core from the LLM and from other callers.
+    # Spinning idle threads take cores from the LLM and from other callers.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_cpu_mem_arena = keeps_memory
     options.log_severity_level = 3

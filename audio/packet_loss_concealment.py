@@ -1,10 +1,10 @@
-"""Sound for audio that never came: the last pitch period again and again, fading out.
+"""Packet loss concealment: repeats the last pitch period with a fade.
 
-The idea of ITU-T G.711 Appendix I (waveform substitution), shortened to what a recogniser needs: no
-hole for the voice detector to fall into at one lost packet, and no hum that outlives the voice.
+Waveform substitution as in ITU-T G.711 Appendix I, reduced to what a recogniser needs: a single
+lost packet makes no gap for the VAD, and no hum outlasts the speech.
 
-    history          | made up: 10 ms as loud as before, fading until 60 ms, then silence | next
-    ...[pitch period] [period][period][peri...                                             mixed in
+    history          | concealed: full level for 10 ms, faded out by 60 ms, then silence | next
+    ...[pitch period] [period][period][peri...                                            cross-fade
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _CROSS_FADE_S = 0.005
 # A voice's pitch: 66 to 400 Hz.
 _MIN_PERIOD_S, _MAX_PERIOD_S = 0.0025, 0.015
 _TEMPLATE_S = 0.020
-# The pitch is looked for at a rate at which that is cheap.
+# The pitch search runs at a low rate, where it is cheap.
 _SEARCH_RATE = 8_000
 
 
 class PacketLossConcealer:
-    """One stream's. ``rate`` in samples per second, a multiple of 8,000."""
+    """Concealer of one stream. ``rate`` in Hz, a multiple of 8,000."""
 
     def __init__(self, rate: int) -> None:
         if rate % _SEARCH_RATE:
             raise ValueError(f"the rate must be a multiple of {_SEARCH_RATE}, got {rate}")
         self._rate = rate
         self._history = silence(round((_TEMPLATE_S + 2 * _MAX_PERIOD_S) * rate))
-        self._period = silence(0)  # what is repeated in the running gap
-        self._made = 0  # samples of the running gap
+        self._period = silence(0)  # repeated in the current gap
+        self._made = 0  # samples concealed in the current gap
 
     def good(self, samples: Samples) -> Samples:
-        """Audio that came. Behind a gap its beginning is joined to what was made up."""
+        """Pass received audio through; after a gap, cross-fade from the concealment."""
         if self._made and len(samples):
             length = min(len(samples), round(_CROSS_FADE_S * self._rate))
             rising = np.linspace(0.0, 1.0, length, endpoint=False, dtype=np.float32)
@@ -45,7 +45,7 @@ class PacketLossConcealer:
         return samples
 
     def conceal(self, num_samples: int) -> Samples:
-        """Audio for a gap of ``num_samples``; gaps behind one another are one gap."""
+        """Audio for a gap of ``num_samples``; consecutive calls extend the gap."""
         if not self._made:
             self._period = self._history[-self._find_period() :].copy()
         return self._extend(num_samples)
@@ -63,9 +63,9 @@ class PacketLossConcealer:
         self._history = np.concatenate((self._history, samples))[-keep:]
 
     def _find_period(self) -> int:
-        """Samples after which the end of the history resembles itself most."""
+        """Pitch period in samples: the lag of best autocorrelation at the end of the history."""
         step = self._rate // _SEARCH_RATE
-        # Averages of ``step`` samples: a low-pass that is good enough to find a period.
+        # Block averages: a low-pass that is good enough for a pitch search.
         whole = len(self._history) // step * step
         past = self._history[-whole:].reshape(-1, step).mean(axis=1)
         length = round(_TEMPLATE_S * _SEARCH_RATE)

@@ -1,9 +1,8 @@
-"""Which words of a reply have been heard: pure arithmetic on sample positions.
+"""Text position of a playout position: which words of a reply have been heard.
 
-A reply is spoken clause by clause; each clause is a segment with the text that is displayed (not
-the words that the voice was given) and the number of samples it lasts. Positions are samples from
-the beginning of the reply, intervals are half open: a word whose sound is [start, end) has been
-heard once ``end`` samples have been played.
+A reply is synthesized clause by clause. Each clause is a segment with its displayed text (not the
+normalised text given to the voice) and its length in samples. Positions are samples from the start
+of the reply; a word whose audio is [start, end) has been heard once ``end`` samples have played.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _DIGIT = re.compile(r"\d")
 _SPOKEN_SIGN = re.compile(r"[$£€¥%&@+=°]")
 _PAUSE = re.compile(r"[.!?…]+|[,;:—]")
 
-# In letters of sound. A figure is read as a word or two ("7" seven, "20" twenty), a sign as a word.
+# Durations in letters. A digit is read as a word or two ("7" seven, "20" twenty), a sign as a word.
 _LETTERS_PER_DIGIT = 4.0
 _LETTERS_PER_SIGN = 6.0
 _LETTERS_PER_UNSPACED = 3.0
@@ -32,12 +31,12 @@ _LETTERS_PER_WORD = 1.0
 class _Segment:
     text: str
     start: int  # characters before it
-    word_ends: tuple[int, ...]  # characters into the text, white space behind the word included
+    word_ends: tuple[int, ...]  # characters into the text, with the white space after the word
     word_end_samples: tuple[int, ...]  # samples into the reply, one for each word
 
 
 def speaking_weight(word: str) -> float:
-    """How long ``word`` takes to say, in letters; 0 when nothing in it is said."""
+    """Estimated duration of ``word`` in letters; 0 for a word without sound."""
     num_unspaced = len(_UNSPACED.findall(word))
     num_letters = len(_LETTER.findall(word)) - num_unspaced
     weight = (
@@ -52,12 +51,12 @@ def speaking_weight(word: str) -> float:
 
 
 def _words(text: str) -> list[str]:
-    """Words with the white space behind them; scripts without spaces go letter by letter."""
+    """Words with the white space after them; single letters in scripts without spaces."""
     words: list[str] = []
     for match in _WORD.finditer(text):
         word = match[0]
         if not words and match.start():
-            word = text[: match.start()] + word  # white space in front
+            word = text[: match.start()] + word  # leading white space
         if _UNSPACED.search(word):
             words += [part for part in re.split(f"(?={_UNSPACED.pattern})", word) if part]
         else:
@@ -83,11 +82,10 @@ def _segment(text: str, start_char: int, start_sample: int, num_samples: int) ->
 
 
 class PlayoutTimeline:
-    """The text and the audio of one reply, side by side.
+    """Alignment of the text and the audio of one reply.
 
-    ``append`` adds a clause. ``heard_text`` gives the text whose audio lies wholly in [0, played);
-    inside a clause the words share its samples in proportion to their letters, figures and pauses.
-    Audio is never split over clauses, so the boundaries between clauses are exact.
+    Inside a clause, words share its samples in proportion to their letters, digits and pauses.
+    Boundaries between clauses are exact.
     """
 
     def __init__(self) -> None:
@@ -107,7 +105,7 @@ class PlayoutTimeline:
         return "".join(segment.text for segment in self._segments)
 
     def append(self, text: str, num_samples: int) -> None:
-        """Adds a clause that is displayed as ``text`` and lasts ``num_samples`` (may be 0).
+        """Add a clause that is displayed as ``text`` and lasts ``num_samples`` (may be 0).
 
         Raises ValueError for a negative length.
         """
@@ -119,7 +117,7 @@ class PlayoutTimeline:
         self._num_samples += num_samples
 
     def resize_last(self, num_samples: int) -> None:
-        """The clause that was added last lasts ``num_samples``, as is known better now.
+        """Correct the length of the last clause to ``num_samples``.
 
         Raises ValueError for a negative length, and when there is no clause.
         """
@@ -135,7 +133,7 @@ class PlayoutTimeline:
             return 0
         if played_samples >= self._num_samples:
             return self._num_chars
-        # The last segment that begins before the position; those before it are heard whole.
+        # The last segment that begins before the position; those before it were heard in full.
         index = bisect_right(self._starts, played_samples - 1) - 1
         segment = self._segments[index]
         num_words = bisect_right(segment.word_end_samples, played_samples)

@@ -1,9 +1,9 @@
-"""Sample-rate conversion of a stream, chunk by chunk, without seams and with little delay.
+"""Streaming sample-rate conversion without seams and with little delay.
 
 A windowed sinc (Kaiser; Oppenheim and Schafer, "Discrete-Time Signal Processing", 7.5.3) that is
 evaluated only where an output sample lies. Flat to 0.9 of the lower Nyquist frequency, 96 dB down
-from 1.1 of it; what lies between folds around the Nyquist frequency, where speech has next to
-nothing. What a live stream waits for is half the filter's length, in ms:
+from 1.1 of it; the band between aliases around the Nyquist frequency, where speech has next to no
+energy. The delay of a live stream is half the filter's length, in ms:
 
     rates            here   libsoxr, variable rate   libsoxr HQ
      8000 -> 16000    3.9            30              12 to 115
@@ -12,7 +12,7 @@ nothing. What a live stream waits for is half the filter's length, in ms:
     48000 -> 16000    2.0            12.5             6 to 37
     22050 -> 24000    1.5            11               5 to 42
 
-Every caller's words come this much later, so the delay is worth more than a steeper edge.
+The delay adds to every response, so it matters more than a steeper edge.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import numpy as np
 from audio.frame import Samples, silence
 
 _ATTENUATION_DB = 96.0
-# Where the filter begins to fall and where it is down, as shares of the lower Nyquist frequency.
+# Pass-band and stop-band edges as fractions of the lower Nyquist frequency.
 _PASS, _STOP = 0.9, 1.1
-# Outputs computed at once: bounds the memory of long chunks.
+# Outputs per block: bounds the memory of long chunks.
 _BLOCK = 4096
-# With so few phases each one's outputs are a strided product, without gathering.
+# Up to this many phases, each phase's outputs are a strided matrix product, without gathering.
 _FEW_PHASES = 4
 
 
 def resample(samples: Samples, in_rate: int, out_rate: int) -> Samples:
-    """A whole recording [n] at another rate [n * out_rate / in_rate, rounded up]."""
+    """Convert a recording [n] to another rate: [n * out_rate / in_rate, rounded up]."""
     resampler = StreamResampler(in_rate, out_rate)
     return np.concatenate((resampler.process(samples), resampler.flush()))
 
 
 class StreamResampler:
-    """One stream's converter. Keep one per stream: a new one per packet makes a seam per packet."""
+    """Converter of one stream; a new one per packet would make a seam per packet."""
 
     def __init__(self, in_rate: int, out_rate: int) -> None:
         """Rates in samples per second. Raises ValueError unless both are positive."""
@@ -55,7 +55,7 @@ class StreamResampler:
         self.reset()
 
     def process(self, samples: Samples) -> Samples:
-        """Output [m] that the input [n] makes available; the last few ms stay inside."""
+        """Output [m] that the input [n] completes; the last few ms are held back."""
         if self.in_rate == self.out_rate or samples.size == 0:
             return samples
         self._num_in += samples.size
@@ -63,7 +63,7 @@ class StreamResampler:
         return self._until(max(0, num_whole), samples)
 
     def flush(self) -> Samples:
-        """The rest of the output. Afterwards the converter is as new.
+        """The rest of the output; resets the converter.
 
         In total the output of ``n`` samples is ``n * out_rate / in_rate`` long, rounded up.
         """
@@ -74,15 +74,15 @@ class StreamResampler:
         return rest
 
     def reset(self) -> None:
-        """Forgets what is inside, ready for an unrelated stream."""
+        """Drop what is held back, ready for an unrelated stream."""
         self._num_in = 0
         self._num_out = 0
-        # Input from `_first` on: what outputs to come still need. Before a stream is silence.
+        # Input from `_first` on that future outputs need; silence before the stream.
         self._kept = silence(self._half - 1)
         self._first = 1 - self._half
 
     def _until(self, end: int, samples: Samples) -> Samples:
-        """Outputs [_num_out, end), with ``samples`` behind what is kept."""
+        """Outputs [_num_out, end), with ``samples`` appended to the kept input."""
         kept = np.concatenate((self._kept, samples), dtype=np.float32)
         blocks = [
             self._outputs(kept, start, min(start + _BLOCK, end))
@@ -95,7 +95,7 @@ class StreamResampler:
         return np.concatenate(blocks) if blocks else silence(0)
 
     def _window_at(self, output: int) -> int:
-        """The first input sample that an output depends on."""
+        """First input sample that ``output`` depends on."""
         return int(output * self._down // self._up - self._half + 1)
 
     def _outputs(self, kept: Samples, start: int, end: int) -> Samples:
@@ -117,10 +117,10 @@ class StreamResampler:
 
 @lru_cache(maxsize=16)
 def _taps(up: int, down: int) -> Samples:
-    """The filter at each of its phases [up, 2 * half]: an output that lies ``p / up`` behind an
-    input sample is the product of row ``p`` with the inputs from ``half - 1`` before that one on.
+    """The filter at each of its phases [up, 2 * half]: an output ``p / up`` after an input sample
+    is the product of row ``p`` with the inputs from ``half - 1`` before that sample on.
     """
-    # All in units of the input's rate: its Nyquist frequency is 0.5.
+    # In units of the input's rate: its Nyquist frequency is 0.5.
     nyquist = 0.5 * min(1.0, up / down)
     width = (_STOP - _PASS) * nyquist
     half = ceil((_ATTENUATION_DB - 7.95) / (2.285 * 2 * pi * width) / 2)
@@ -129,5 +129,5 @@ def _taps(up: int, down: int) -> Samples:
     distance = phases - np.arange(1 - half, half + 1)[None, :]
     window = np.i0(beta * np.sqrt(np.clip(1 - (distance / half) ** 2, 0, None))) / np.i0(beta)
     taps = 2 * nyquist * np.sinc(2 * nyquist * distance) * window
-    taps /= taps.sum(axis=1, keepdims=True)  # a constant stays what it is
+    taps /= taps.sum(axis=1, keepdims=True)  # unit gain at DC
     return taps.astype(np.float32)

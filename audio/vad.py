@@ -1,11 +1,12 @@
-"""How likely is it that this moment holds a voice: Silero VAD, streaming.
+"""Voice activity detection: streaming Silero VAD.
 
-The ONNX file is the one that faster-whisper ships (Silero v6, MIT). It sees windows of 512 samples
-at 16 kHz (32 ms) with the 64 samples before them, and carries an LSTM state from window to window.
+The ONNX file is the one that faster-whisper ships (Silero v6, MIT). It takes windows of 512 samples
+at 16 kHz (32 ms) with the 64 samples before them, and carries an LSTM state between windows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,23 +17,59 @@ from audio.frame import Samples, silence
 from audio.onnx_session import ORT_ERRORS, open_file
 
 WINDOW_SAMPLES = 512
-"""Samples per voice probability."""
+"""Samples per window."""
 CONTEXT_SAMPLES = 64
 STATE_LEN = 128
 
 
+@dataclass(frozen=True, slots=True)
+class VadWindows:
+    """Speech probabilities float32 [m] of consecutive windows that cover a piece of audio.
+
+    ``lead``, in [0, 512): samples of the first window that lie before the audio, where the audio
+    was cut from a stream inside a window. The last window may reach beyond the audio's end.
+    """
+
+    probabilities: Samples
+    lead: int = 0
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows."""
+        return self.probabilities.size
+
+    def start_of(self, window: int) -> int:
+        """Sample of the audio at which ``window`` begins; 0 for one that begins before it."""
+        return max(0, window * WINDOW_SAMPLES - self.lead)
+
+    def cut(self, start: int, end: int) -> VadWindows:
+        """The windows [start, end)."""
+        return VadWindows(self.probabilities[start:end], self.lead if start == 0 else 0)
+
+    def fit(self, num_samples: int) -> VadWindows:
+        """As many windows as ``num_samples`` of audio take up.
+
+        Windows at the end that a stream has not completed yet get the last known probability.
+        """
+        missing = -(-(self.lead + num_samples) // WINDOW_SAMPLES) - self.num_windows
+        if missing <= 0:
+            return VadWindows(self.probabilities[: self.num_windows + missing], self.lead)
+        last = self.probabilities[-1:] if self.num_windows else silence(1)
+        return VadWindows(np.append(self.probabilities, np.repeat(last, missing)), self.lead)
+
+
 class VadModel:
-    """The network, shared by all callers; a run keeps nothing, so threads may share it too."""
+    """The Silero network; thread-safe, shared by all callers."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Loads faster-whisper's file, or ``path``. Raises ModelError when that fails."""
-        # A whole recording at once takes memory that no caller's windows need again.
+        """Load faster-whisper's file, or ``path``. Raises ModelError when that fails."""
+        # The arena would keep the memory of a whole recording, which streams never need.
         self._session = open_file(
             path or bundled_model_path(), 1, "the voice activity model", keeps_memory=False
         )
 
     def run(self, window: Samples, h: Samples, c: Samples) -> tuple[float, Samples, Samples]:
-        """Probability of voice in ``window`` [1, 64 + 512] and the next state, h and c [1, 1, 128].
+        """Speech probability of ``window`` [1, 64 + 512] and the next states h and c [1, 1, 128].
 
         Raises ModelError when the runtime fails.
         """
@@ -47,10 +84,10 @@ class VadModel:
         return probabilities, h, c
 
     def probabilities(self, samples: Samples) -> Samples:
-        """All windows of a whole recording [n] at once: float32 [ceil(n / 512)].
+        """Probabilities of all windows of a recording [n] in one run: float32 [ceil(n / 512)].
 
-        Equals VadStream fed with the same samples, the last window filled up with silence, and is
-        several times faster. Raises ModelError when the runtime fails.
+        Equals a VadStream over the same samples with the last window zero-padded, and is several
+        times faster. Raises ModelError when the runtime fails.
         """
         num_windows = -(-samples.size // WINDOW_SAMPLES)
         if num_windows == 0:
@@ -64,14 +101,14 @@ class VadModel:
 
 
 class VadStream:
-    """One caller's voice activity: the state of the network and the audio not yet looked at."""
+    """Streaming VAD of one caller: the network's state, and the samples of the open window."""
 
     def __init__(self, model: VadModel) -> None:
         self._model = model
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; the next sample is sample 0 of a new stream."""
+        """Clear all state; the next sample is sample 0 of a new stream."""
         self.num_samples_seen = 0
         self._rest = silence(0)
         self._input = np.zeros((1, CONTEXT_SAMPLES + WINDOW_SAMPLES), dtype=np.float32)
@@ -79,7 +116,7 @@ class VadStream:
         self._c = np.zeros((1, 1, STATE_LEN), dtype=np.float32)
 
     def copy(self) -> VadStream:
-        """Another stream that has seen the same."""
+        """An independent stream in the same state."""
         other = VadStream(self._model)
         other.num_samples_seen = self.num_samples_seen
         other._rest, other._input = self._rest.copy(), self._input.copy()
@@ -87,12 +124,12 @@ class VadStream:
         return other
 
     @property
-    def num_samples_judged(self) -> int:
-        """Where the next window begins: ``num_samples_seen`` less the samples that wait."""
+    def num_samples_scored(self) -> int:
+        """Start of the open window: ``num_samples_seen`` less the samples in it."""
         return self.num_samples_seen - self._rest.size
 
-    def feed(self, samples: Samples) -> list[float]:
-        """Takes audio float32 [n] at 16 kHz; one probability in [0, 1] per completed window.
+    def detect(self, samples: Samples) -> list[float]:
+        """Take float32 [n] at 16 kHz; return the probability in [0, 1] of each completed window.
 
         Window ``i`` of the stream is [512 * i, 512 * (i + 1)). A window takes about 0.2 ms.
         """
@@ -102,9 +139,9 @@ class VadStream:
         end = num_windows * WINDOW_SAMPLES
         # A copy, so that a view does not keep a caller's large buffer alive.
         self._rest = pending[end:].copy()
-        return [self._judge(window) for window in pending[:end].reshape(-1, WINDOW_SAMPLES)]
+        return [self._score(window) for window in pending[:end].reshape(-1, WINDOW_SAMPLES)]
 
-    def _judge(self, window: Samples) -> float:
+    def _score(self, window: Samples) -> float:
         self._input[0, :CONTEXT_SAMPLES] = self._input[0, -CONTEXT_SAMPLES:]
         self._input[0, CONTEXT_SAMPLES:] = window
         probability, self._h, self._c = self._model.run(self._input, self._h, self._c)
@@ -112,7 +149,7 @@ class VadStream:
 
 
 def bundled_model_path() -> Path:
-    """The Silero file inside the installed faster-whisper. Raises ModelError when there is none."""
+    """The Silero file inside the installed faster-whisper. Raises ModelError when it is missing."""
     files = sorted(Path(get_assets_path()).glob("silero_vad*.onnx"))
     if not files:
         raise ModelError(f"faster-whisper has no silero_vad*.onnx in {get_assets_path()}")

@@ -87,7 +87,7 @@ def _voiced_mask(samples: Samples, rate: int, model: VadModel) -> npt.NDArray[np
     audio = resample(samples, rate, SPEECH_RATE)
     stream = VadStream(model)
     tail = np.zeros(-audio.size % WINDOW_SAMPLES, dtype=np.float32)
-    windows = _voiced_windows(np.array(stream.feed(np.concatenate((audio, tail)))))
+    windows = _voiced_windows(np.array(stream.detect(np.concatenate((audio, tail)))))
     level_db = levels_db(samples, rate)
     middles = (2 * np.arange(level_db.size) + 1) * SPEECH_RATE * FRAME_MS // 2000
     in_voice = windows[middles // WINDOW_SAMPLES]

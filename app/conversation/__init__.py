@@ -33,8 +33,8 @@ from app.conversation.session_config import (
     TurnDetection,
 )
 from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError
-from app.conversation.speech.batch_synthesis import read_aloud
-from app.conversation.speech.batch_transcription import Dictated, dictate
+from app.conversation.speech.batch_synthesis import synthesize_text
+from app.conversation.speech.batch_transcription import TranscribedPiece, transcribe_recording
 from app.conversation.speech.filler import Filler
 from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.conversation.tasks import Tasks
@@ -46,7 +46,7 @@ __all__ = [
     "BusyRecognizerError",
     "ToolContext",
     "DetectionKind",
-    "Dictated",
+    "TranscribedPiece",
     "DtmfReceived",
     "Eagerness",
     "Filler",
@@ -77,9 +77,9 @@ __all__ = [
     "ToolOutput",
     "TranscriptionCompleted",
     "TurnDetection",
-    "dictate",
+    "transcribe_recording",
     "new_id",
-    "read_aloud",
+    "synthesize_text",
     "tool",
     "warm_up",
 ]

@@ -13,7 +13,7 @@ from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.conversation.tools import ToolBox
 from app.observe import LoopLag, Metrics, TraceWriter
 from app.routing import LlmEngine, Rollout
-from audio.endpointing import TurnModel
+from audio.endpointing import SmartTurnModel
 from audio.tts import Synthesizer
 from audio.vad import VadModel
 
@@ -43,7 +43,7 @@ class Services:
     settings: Settings
     filler: Filler | None = None
     tools: ToolBox = field(default_factory=ToolBox)
-    turn_model: TurnModel | None = None
+    turn_model: SmartTurnModel | None = None
     rollout: Rollout | None = None
     small_engine: LlmEngine | None = None
 

@@ -29,11 +29,11 @@ from app.conversation.history import History
 from app.conversation.idle_timeout import PROMPT, IdleTimeout
 from app.conversation.ids import new_id
 from app.conversation.input.audio_input import RATE
-from app.conversation.input.barge_in import is_sure, lingers
-from app.conversation.input.merge_turns import withdrawable
+from app.conversation.input.barge_in import in_tail_grace, is_confident
+from app.conversation.input.merge_turns import mergeable_items
 from app.conversation.input.streaming_transcriber import FinalTranscript
 from app.conversation.input.user_turn import CommittedTurn, UserTurn
-from app.conversation.input.word_timestamps import WordTimes
+from app.conversation.input.word_timestamps import WordTimestamps
 from app.conversation.response.eager import EagerGeneration, warm
 from app.conversation.response.manager import ResponseManager
 from app.conversation.response.pipeline import ResponsePipeline
@@ -74,7 +74,9 @@ class Session:
         self._floor = asyncio.Lock()  # one event and its actions at a time
         self._history = History()
         self._ahead = EagerGeneration()
-        self._word_times = WordTimes(self._services.recognition, sink, self._clock, self._tasks)
+        self._word_times = WordTimestamps(
+            self._services.recognition, sink, self._clock, self._tasks
+        )
         self._responses = ResponseManager(
             self.id,
             self._services,
@@ -113,7 +115,7 @@ class Session:
 
     async def _speak_up(self, silence_ns: int) -> None:
         """Nobody spoke for too long: the silence becomes an item, and is answered."""
-        item, end_ms = self._hearing.take_silence(silence_ns / 1e6)
+        item, end_ms = self._hearing.commit_silence(silence_ns / 1e6)
         previous = self._history.append_own(item)
         start_ms = max(0, end_ms - silence_ns // 1_000_000)
         await self._sink(IdleTimedOut(item.id, start_ms, end_ms))
@@ -141,7 +143,7 @@ class Session:
         self._responses.follow(config)
         if old.listening != config.listening:
             async with self._floor:
-                self._hearing.listener.configure(config)
+                self._hearing.audio_input.configure(config)
                 await self._forget_speech()
         self._follow(config)
         if old.reading != config.reading:
@@ -158,15 +160,15 @@ class Session:
 
     async def append_audio(self, payload: bytes, received_ns: int) -> None:
         """Take audio in the session's input format. Raises ClientError."""
-        listener, responses = self._hearing.listener, self._responses
+        listener, responses = self._hearing.audio_input, self._responses
         for samples in listener.decode(payload):
             self._last_audio_ns = self._clock.now_ns()
-            for event in listener.feed(samples, received_ns):
-                self._dialog.lingers = lingers(responses.last, responses.running)
+            for event in listener.process_audio(samples, received_ns):
+                self._dialog.lingers = in_tail_grace(responses.last, responses.running)
                 await self._feed(event)
             if self._dialog.caller is floor.CallerState.SPEAKING:
                 await self._follow_words()
-            if self._dialog.is_held and is_sure(self._hearing.turn_s, responses.running):
+            if self._dialog.is_held and is_confident(self._hearing.turn_s, responses.running):
                 await self._feed(floor.InterruptionJudged(is_meant=True))
             speaking = self._dialog.caller is not floor.CallerState.SILENT
             if speaking and self._hearing.turn_s > self._services.settings.max_turn_s:
@@ -175,13 +177,13 @@ class Session:
 
     async def _follow_words(self) -> None:
         """Tell the words that have become certain, and let the model read them."""
-        self._hearing.follow_words()
-        new = self._hearing.take_stable()
-        if new and self._dialog.is_held and self._hearing.means_to_stop(self._responses.last):
+        self._hearing.update_partial()
+        new = self._hearing.take_stable_text()
+        if new and self._dialog.is_held and self._hearing.is_barge_in(self._responses.last):
             await self._feed(floor.InterruptionJudged(is_meant=True))
         if new and self.config.transcribe:
             await self._sink(TranscriptionDelta(self._hearing.item_id, new))
-        if self._ahead.is_idle and (words := self._hearing.take_prompt()):
+        if self._ahead.is_idle and (words := self._hearing.take_prefill_text()):
             said = [*self._responses.prompt(), ChatMessage("user", words)]
             self._ahead.do(warm(self._services.engine, self.config, said))
 
@@ -193,7 +195,7 @@ class Session:
     async def clear_audio(self) -> None:
         """Throw the buffered audio away."""
         async with self._floor:
-            self._hearing.listener.forget()
+            self._hearing.audio_input.clear()
             await self._forget_speech()
         await self._sink(InputCleared())
 
@@ -293,10 +295,10 @@ class Session:
             case floor.CutPlayback():
                 await self._responses.cut_playback()
             case floor.TryTranscript():
-                early = self._hearing.try_words(action.last_voiced_sample)
+                early = self._hearing.start_early_transcript(action.last_voiced_sample)
                 self._ahead.do(self._answer_early(early, action.last_voiced_sample))
             case floor.DropTranscript():
-                self._hearing.drop_words()
+                self._hearing.discard_early_transcript()
                 await self._ahead.discard()
             case floor.MergeTurns():
                 await self._rejoin()
@@ -309,21 +311,21 @@ class Session:
     async def _announce(self, start_sample: int) -> None:
         await self._ahead.discard()
         self._idle.caller_spoke()
-        start_ms = self._hearing.begin(start_sample)
+        start_ms = self._hearing.begin_turn(start_sample)
         await self._sink(SpeechStarted(self._hearing.item_id, start_ms))
         # While the caller speaks the engine has time to read what it has not read yet.
         self._ahead.do(warm(self._services.engine, self.config, self._responses.prompt()))
 
     async def _drop_speech(self) -> None:
         """It was no turn ("mhm"): the client hears that the voice is gone, and that is all."""
-        end_ms = self._hearing.drop_turn()
+        end_ms = self._hearing.discard_turn()
         await self._ahead.discard()
         await self._sink(SpeechStopped(self._hearing.item_id, end_ms))
 
     async def _rejoin(self) -> None:
         """The caller goes on with the turn that was taken for over: it and its answer vanish."""
         answer = self._responses.last
-        ids = withdrawable(self._history, self._hearing.last, answer)
+        ids = mergeable_items(self._history, self._hearing.last, answer)
         if ids and answer is not None and answer is self._responses.running:
             answer.response.is_withdrawn = True
         await self._responses.stop("turn_detected")
@@ -331,13 +333,13 @@ class Session:
             self._num_commits += 1  # nobody waits for the words of the first half any more
             self._heard = None
             self._history.withdraw(ids)
-            self._hearing.rejoin()
-            self._word_times.withdraw(ids)
+            self._hearing.merge_with_last()
+            self._word_times.discard(ids)
             for item_id in ids:
                 await self._sink(ItemDeleted(item_id))
 
     async def _commit(self, heard_end: VoiceEnded | None) -> None:
-        heard = self._hearing.take(heard_end, self.id)
+        heard = self._hearing.commit_turn(heard_end, self.id)
         self._num_commits += 1
         item = heard.item
         previous = self._history.append_own(item)
@@ -355,12 +357,12 @@ class Session:
 
     async def _settle(self, heard: CommittedTurn, commit: int) -> None:
         answer: asyncio.Future[ResponsePipeline | None] = asyncio.get_running_loop().create_future()
-        if error := await heard.settle(self._clock):
+        if error := await heard.await_transcript(self._clock):
             self._services.traces.add(heard.trace.to_dict())
             await self._sink(TranscriptionFailed(heard.item.id, error.code, error.message))
         elif self.config.transcribe:
             if self.config.word_timestamps:
-                self._word_times.begin(heard, answer)
+                self._word_times.start(heard, answer)
             for event in heard.transcript_events():
                 await self._sink(event)
         # Of turns in quick succession only the last one is answered (with all that was said).
@@ -387,21 +389,21 @@ class Session:
         start = self._hearing.start_sample
         heard = (await asyncio.shield(early)).transcript
         if self._dialog.is_held and self._dialog.caller is floor.CallerState.MAYBE_FINISHED:
-            is_meant = self._hearing.means_to_stop(self._responses.last, heard.text)
+            is_meant = self._hearing.is_barge_in(self._responses.last, heard.text)
             await self._feed(floor.InterruptionJudged(is_meant))
         if self._dialog.caller is not floor.CallerState.MAYBE_FINISHED:
             return
         if self._hearing.start_sample < start:  # the words were only the second half of a turn
-            early = self._hearing.try_words(last_voiced)
+            early = self._hearing.start_early_transcript(last_voiced)
             heard = (await asyncio.shield(early)).transcript
         said = [*self._responses.prompt(), ChatMessage("user", heard.text)]
         answer = None
-        if semantic.judge(heard.text) in semantic.FINISHED:
+        if semantic.classify_completeness(heard.text) in semantic.FINISHED:
             # Most likely it is over: the answer need not wait for the judgement.
             answer = await self._begin_answer(said)
         if answer is not None:
             await answer.until_first_token()  # else the model would read the same words twice
-        events, left_ms = await self._hearing.judge_pause(said, last_voiced, heard)
+        events, left_ms = await self._hearing.decide_endpointing_delay(said, last_voiced, heard)
         for event in events:
             await self._feed(event)
         if answer is not None:
@@ -432,14 +434,14 @@ class Session:
 
     def _follow(self, config: SessionConfig) -> None:
         self._dialog.rules = floor.TurnPolicy.of(config.turn_detection)
-        self._hearing.follow(config)
+        self._hearing.configure(config)
 
     async def _forget_speech(self) -> None:
         actions = self._dialog.forget_caller()
-        self._hearing.forget()
+        self._hearing.discard()
         await self._ahead.discard()
         await self._perform_all(actions)
 
     async def _end_speech(self) -> None:
         """End the turn though no silence was heard: audio stopped coming, or it is too long."""
-        await self._feed(self._hearing.end_now())
+        await self._feed(self._hearing.force_end())

@@ -54,7 +54,7 @@ from app.server.engine_startup import load_engine, load_rollout, load_small_engi
 from app.server.http_protocol import FewFragmentsProtocol, server_protocol
 from app.server.routes import WEB_ROOT, create_app
 from audio.asr import Recognizer
-from audio.endpointing import TurnModel
+from audio.endpointing import SmartTurnModel
 from audio.errors import AudioError
 from audio.tts import Synthesizer
 from audio.vad import VadModel
@@ -212,10 +212,10 @@ async def _loaded(
 
 async def _load_turn_model(
     settings: Settings, paths: _Paths, workers: ThreadPoolExecutor
-) -> TurnModel | None:
+) -> SmartTurnModel | None:
     if not settings.turn_model:
         return None
-    return await _loaded(settings.turn_model, TurnModel, paths, workers)
+    return await _loaded(settings.turn_model, SmartTurnModel, paths, workers)
 
 
 async def _make_filler(

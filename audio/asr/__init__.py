@@ -1,19 +1,19 @@
-"""Speech recognition with Whisper."""
+"""Speech recognition: Whisper decoding, hallucination filter, partials, word timestamps."""
 
 from audio.asr.hallucination_filter import PunctuationLogprobs, words_of
-from audio.asr.local_agreement import Agreement, rest_after
+from audio.asr.local_agreement import LocalAgreement, text_after
 from audio.asr.recognizer import Recognizer, Transcript
 from audio.asr.segmentation import AudioSegment
 from audio.asr.word_timing import UNSPACED, WordTime
 
 __all__ = [
-    "Agreement",
-    "PunctuationLogprobs",
+    "UNSPACED",
     "AudioSegment",
+    "LocalAgreement",
+    "PunctuationLogprobs",
     "Recognizer",
     "Transcript",
-    "UNSPACED",
     "WordTime",
-    "rest_after",
+    "text_after",
     "words_of",
 ]

@@ -1,9 +1,9 @@
-"""Which words of a transcript in the making will stay: those that two runs in a row agree on.
+"""LocalAgreement-2: the words of a partial transcript that two consecutive hypotheses agree on.
 
-Each run hears more of the turn than the one before and may change its mind about the end of what it
-heard (LocalAgreement-2: Machacek, Dabre, Bojar, "Turning Whisper into Real-Time Transcription
-System", 2023). What is given out is never taken back. A run that loops is not listened to, so that
-a loop cannot be agreed upon; nothing agreed is fed back to the recogniser as a prompt.
+Each hypothesis covers more of the turn than the one before and may revise its own end (Machacek,
+Dabre, Bojar, "Turning Whisper into Real-Time Transcription System", 2023). Stable words are never
+taken back. Hypotheses with a repetition loop are ignored, so that a loop cannot become stable, and
+stable text is not fed back to the recogniser as a prompt.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from audio.asr.hallucination_filter import has_loop, words_of
 _WORD = re.compile(r"\S+")
 
 
-class Agreement:
-    """The stable beginning of one turn's words."""
+class LocalAgreement:
+    """The stable prefix of one turn's transcript."""
 
     def __init__(self) -> None:
         self.stable = ""
-        """Words that will stay, without the punctuation behind the last one."""
+        """Stable words, without punctuation after the last one."""
         self._last: list[str] = []
 
-    def feed(self, text: str) -> str:
-        """Take the next run's text; returns the words that have become stable, "" for none."""
+    def add_hypothesis(self, text: str) -> str:
+        """Add the next hypothesis; returns the words that have become stable, "" for none."""
         if has_loop(text):
             return ""
         words = _WORD.findall(text)
@@ -36,12 +36,12 @@ class Agreement:
             num_agreed += 1
         self._last = keys
         num_stable = len(_WORD.findall(self.stable))
-        # The last word of a run may be half a word, however often it is heard so.
+        # The last word may be cut off, even if two hypotheses agree on it.
         num_agreed = min(num_agreed, len(words) - 1)
         if num_agreed <= num_stable:
             return ""
-        if rest_after(self.stable, text) is None:
-            return ""  # it has changed its mind about what was given out
+        if text_after(self.stable, text) is None:
+            return ""  # it contradicts the stable words
         new = " ".join(words[num_stable:num_agreed]).rstrip(".,;:!?\u2026-")
         if not new:
             return ""
@@ -50,10 +50,10 @@ class Agreement:
         return added
 
 
-def rest_after(stable: str, text: str) -> str | None:
-    """What of ``text`` follows the words ``stable``; None when it does not begin with them.
+def text_after(stable: str, text: str) -> str | None:
+    """The part of ``text`` after the words ``stable``; None when it does not begin with them.
 
-    Case and punctuation do not count.
+    Case and punctuation are ignored.
     """
     position = 0
     for word in _WORD.findall(stable):

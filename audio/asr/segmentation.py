@@ -1,4 +1,4 @@
-"""Where to cut a recording for the recogniser: away from silence at its ends, inside at pauses."""
+"""Segmentation of audio for the recogniser: silence trimmed at the ends, cuts at pauses."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from audio.frame import SPEECH_RATE, Samples
-from audio.vad import WINDOW_SAMPLES
+from audio.vad import WINDOW_SAMPLES, VadWindows
 
-_CLEAR_VOICE = 0.5
+_VOICED_FROM = 0.5
 _MARGIN_S = 1.0
-_MIN_VOICE = 0.35
+# Lower than _VOICED_FROM: trimming must not lose quiet speech.
+_TRIM_BELOW = 0.35
 _SMOOTH_WINDOWS = 5
-_DB_PER_CLEAR_VOICE = 25.0
+_DB_PER_PROBABILITY = 25.0
 
 
 @dataclass(frozen=True, slots=True)
 class AudioSegment:
-    """Audio float32 [n] at 16 kHz with its voice probabilities float32 [ceil(n / 512)].
+    """Audio float32 [n] at 16 kHz with its VAD windows.
 
-    ``start_sample``: where it lies in the recording that it was cut from.
+    ``start_sample``: position in the recording that it was cut from.
     """
 
     samples: Samples
-    probabilities: Samples
+    windows: VadWindows
     start_sample: int = 0
 
     @property
@@ -38,57 +39,59 @@ class AudioSegment:
         return self.samples.size / SPEECH_RATE
 
     @property
-    def silence_behind_s(self) -> float:
-        """Length of the silence at the end in seconds; all of it without voice."""
-        voiced = np.flatnonzero(self.probabilities >= _CLEAR_VOICE)
-        last = int(voiced[-1]) + 1 if voiced.size else 0
-        return max(0, self.samples.size - last * WINDOW_SAMPLES) / SPEECH_RATE
+    def trailing_silence_s(self) -> float:
+        """Silence at the end in seconds; the whole duration without speech."""
+        voiced = np.flatnonzero(self.windows.probabilities >= _VOICED_FROM)
+        voice_end = self.windows.start_of(int(voiced[-1]) + 1) if voiced.size else 0
+        return max(0, self.samples.size - voice_end) / SPEECH_RATE
 
     def cut(self, start_window: int, end_window: int) -> AudioSegment:
-        """The part [start, end) in windows."""
+        """The windows [start, end) and their audio."""
+        start, end = self.windows.start_of(start_window), self.windows.start_of(end_window)
         return AudioSegment(
-            self.samples[start_window * WINDOW_SAMPLES : end_window * WINDOW_SAMPLES],
-            self.probabilities[start_window:end_window],
-            self.start_sample + start_window * WINDOW_SAMPLES,
+            self.samples[start:end],
+            self.windows.cut(start_window, end_window),
+            self.start_sample + start,
         )
 
     def trimmed(self) -> AudioSegment:
-        """Without the silence at its ends, but for a margin of a second; empty without voice."""
-        voiced = np.flatnonzero(self.probabilities >= _MIN_VOICE)
+        """Without silence at the ends, except for a margin of 1 s; empty without speech."""
+        voiced = np.flatnonzero(self.windows.probabilities >= _TRIM_BELOW)
         if voiced.size == 0:
             return self.cut(0, 0)
         margin = int(_MARGIN_S * SPEECH_RATE / WINDOW_SAMPLES)
         return self.cut(max(0, int(voiced[0]) - margin), int(voiced[-1]) + 1 + margin)
 
-    def halves(self) -> tuple[AudioSegment, AudioSegment]:
-        """Two pieces, cut at the quietest place between the first and the last quarter."""
-        num_windows = self.probabilities.size
-        at = self._quietest(num_windows // 4, num_windows - num_windows // 4)
+    def split_in_half(self) -> tuple[AudioSegment, AudioSegment]:
+        """Two segments, cut at the deepest pause of the middle half."""
+        num_windows = self.windows.num_windows
+        at = self._deepest_pause(num_windows // 4, num_windows - num_windows // 4)
         return self.cut(0, at), self.cut(at, num_windows)
 
-    def parts(self, max_s: float) -> list[AudioSegment]:
-        """Consecutive pieces of at most ``max_s`` seconds, cut at pauses.
+    def split_at_pauses(self, max_s: float) -> list[AudioSegment]:
+        """Consecutive segments of at most ``max_s`` seconds, cut at pauses.
 
-        A cut falls into the last third of what is allowed, so that pieces are not too short.
+        Each cut lies in the last third of the allowed length, so that segments do not get short.
         """
         max_windows = max(1, int(max_s * SPEECH_RATE) // WINDOW_SAMPLES)
-        pieces: list[AudioSegment] = []
+        segments: list[AudioSegment] = []
         rest = self
-        while rest.probabilities.size > max_windows:
-            at = rest._quietest(max(1, max_windows * 2 // 3), max_windows)
-            pieces.append(rest.cut(0, at))
-            rest = rest.cut(at, rest.probabilities.size)
-        return [*pieces, rest]
+        while rest.windows.num_windows > max_windows:
+            at = rest._deepest_pause(max(1, max_windows * 2 // 3), max_windows)
+            segments.append(rest.cut(0, at))
+            rest = rest.cut(at, rest.windows.num_windows)
+        return [*segments, rest]
 
-    def _quietest(self, first: int, last: int) -> int:
-        """Window in [first, last] at whose middle a pause of about 0.15 s is deepest.
+    def _deepest_pause(self, first: int, last: int) -> int:
+        """Window in [first, last] in the middle of the deepest pause of about 0.15 s.
 
-        A clear voice (probability 1 against 0) counts as much as 25 dB of loudness.
+        A VAD probability of 1 weighs as much as 25 dB of level.
         """
-        padded = np.zeros(self.probabilities.size * WINDOW_SAMPLES, dtype=np.float32)
-        padded[: self.samples.size] = self.samples
+        lead, num_windows = self.windows.lead, self.windows.num_windows
+        padded = np.zeros(num_windows * WINDOW_SAMPLES, dtype=np.float32)
+        padded[lead : lead + self.samples.size] = self.samples
         power = np.square(padded.reshape(-1, WINDOW_SAMPLES)).mean(axis=1)
-        loudness_db = 10 * np.log10(power + 1e-10)
-        cost = self.probabilities + loudness_db / _DB_PER_CLEAR_VOICE
+        level_db = 10 * np.log10(power + 1e-10)
+        cost = self.windows.probabilities + level_db / _DB_PER_PROBABILITY
         smooth = np.convolve(cost, np.full(_SMOOTH_WINDOWS, 1 / _SMOOTH_WINDOWS), mode="same")
         return first + int(np.argmin(smooth[first : last + 1]))

@@ -1,11 +1,11 @@
-"""One run of Whisper over as much context as the audio needs, instead of always 30 s.
+"""Whisper decoding with as much encoder context as the audio needs, instead of always 30 s.
 
 faster-whisper pads every recording to 3,000 feature frames (30 s); the encoder's cost grows faster
 than linearly with them (one thread, tiny.en int8: 1,000 frames 82 ms, 1,500 144 ms, 3,000 520 ms).
-It accepts fewer. Padding is the library's: zeros in the feature domain, which gives fewer errors
-and loops than padding the audio with silence. Below 1,000 frames (10 s) the decoder often does not
-find its end and repeats itself (5 of 34 recordings at 800), so that is the least; without
-timestamps and with greedy search it errs and loops less than with either.
+It accepts fewer. Padding is zeros in the feature domain, as in the library: fewer errors and loops
+than from padding the audio with silence. Below 1,000 frames (10 s) the decoder often misses
+the end and repeats itself (5 of 34 recordings at 800), so that is the minimum. Greedy search
+without timestamps makes fewer errors and loops than beam search or timestamps do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from faster_whisper import WhisperModel
 from faster_whisper.tokenizer import Tokenizer
 
-from audio.asr.encoder_tail import tail_of
 from audio.asr.hallucination_filter import Decoding, PunctuationLogprobs
-from audio.asr.word_timing import EncoderOutput, Span
-from audio.errors import AudioError, ModelError, NotWantedError
+from audio.asr.turn_end_probe import pool_encoder_outputs
+from audio.asr.word_timing import EncoderOutput, TokenSpan
+from audio.errors import AbandonedError, AudioError, ModelError
 from audio.frame import SPEECH_RATE, Samples
 from audio.language import language_code
 
@@ -37,16 +37,16 @@ _SPARE_TOKENS = 16
 _MIN_ALIGNED_FRAMES = 50
 _TEMPERATURES = [0.0, 0.4, 0.8]
 _MARKS = (".", "?", "!", ",", "...")
-_LEAST_PROBABILITY = 1e-9
+_MIN_PROBABILITY = 1e-9
 
 
 class WhisperDecoder:
-    """A faster-whisper model on the CPU. Safe to call from several threads; runs one at a time."""
+    """A faster-whisper model on the CPU. Thread-safe; runs one call at a time."""
 
     def __init__(self, model_dir: Path, num_threads: int) -> None:
-        """Loads ``model_dir`` in int8. Raises ModelError when it is not a complete model."""
+        """Load ``model_dir`` in int8. Raises ModelError when it is not a complete model."""
         for name in _REQUIRED_FILES:
-            # Without its tokenizer file the library would go and fetch one from the network.
+            # Without a tokenizer file the library would download one.
             if not (model_dir / name).is_file():
                 raise ModelError(
                     f"{model_dir} is not a faster-whisper model: it has no {name} "
@@ -68,12 +68,13 @@ class WhisperDecoder:
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """The codes of those that it knows, in order; ("en",) of an English-only model."""
+        """Language codes that the model knows, sorted; ("en",) for an English-only model."""
         return tuple(sorted(self._whisper.supported_languages))
 
     def check_language(self, language: str | None) -> str | None:
-        """The model's code for ``language`` ("en", "en-US", "DE", "english"); None stays None
-        (detect).
+        """The model's code for ``language`` ("en", "en-US", "DE", "english").
+
+        None stays None (detect), except for English-only models.
 
         Raises AudioError for a language that the model does not know.
         """
@@ -103,15 +104,15 @@ class WhisperDecoder:
     ) -> tuple[Decoding, str]:
         """Greedy decoding over ``num_frames`` of context (even, at most 3,000), and the language.
 
-        ``is_wanted`` is asked before each of the two long steps. Raises NotWantedError when it
-        says no, ModelError when the runtime fails.
+        ``is_wanted`` is polled before each of the two long steps. Raises AbandonedError when it
+        returns False, ModelError when the runtime fails.
         """
         content_s = min(features.shape[1], num_frames) / FRAMES_PER_S
         try:
             _check_wanted(is_wanted)
-            sound = self._encode(features, num_frames)
-            encoded = sound.outputs
-            tail = tail_of(np.asarray(encoded)[0], sound.num_frames)
+            encoder_output = self._encode(features, num_frames)
+            encoded = encoder_output.outputs
+            pooled = pool_encoder_outputs(np.asarray(encoded)[0], encoder_output.num_frames)
             _check_wanted(is_wanted)
             if language is None:
                 language = str(self._whisper.model.detect_language(encoded)[0][0][0])[2:-2]
@@ -142,32 +143,33 @@ class WhisperDecoder:
             compression_ratio=compression_ratio(text),
             encoder_frames=num_frames,
             was_capped=len(tokens) >= max_tokens,
-            end_marks=_end_marks(tokenizer, tokens, result.logits[0]),
-            tail=tail,
-            sound=sound,
+            punctuation=_punctuation_logprobs(tokenizer, tokens, result.logits[0]),
+            pooled_features=pooled,
+            encoder_output=encoder_output,
         )
         return decoding, language
 
     def align(
-        self, samples: Samples, sound: EncoderOutput | None, text: str, language: str
-    ) -> list[Span]:
-        """When the tokens of ``text`` were heard in ``samples``, audio [n] at 16 kHz of at most
-        30 s; the spans joined are ``text``.
+        self, samples: Samples, encoder_output: EncoderOutput | None, text: str, language: str
+    ) -> list[TokenSpan]:
+        """Align the tokens of ``text`` to ``samples``, audio [n] at 16 kHz of at most 30 s.
 
-        ``sound``: what the audio was encoded to; None: it is encoded again. Raises ModelError when
-        the runtime fails.
+        The spans joined give ``text``. ``encoder_output`` None: the audio is encoded again. Raises
+        ModelError when the runtime fails.
         """
         tokenizer, _ = self._tokenizer_of(language)
         tokens = tokenizer.encode(" " + text)
         try:
-            if sound is None:
-                sound = self._encode(self.features(samples), MAX_FRAMES)
-            num_frames = max(sound.num_frames, _MIN_ALIGNED_FRAMES)
-            (found,) = self._whisper.find_alignment(tokenizer, [tokens], sound.outputs, num_frames)
+            if encoder_output is None:
+                encoder_output = self._encode(self.features(samples), MAX_FRAMES)
+            num_frames = max(encoder_output.num_frames, _MIN_ALIGNED_FRAMES)
+            (found,) = self._whisper.find_alignment(
+                tokenizer, [tokens], encoder_output.outputs, num_frames
+            )
         except RuntimeError as error:
             raise ModelError(f"the words could not be found in the sound: {error}") from error
         return [
-            Span(word["word"], float(word["start"]), float(word["end"]), tuple(word["tokens"]))
+            TokenSpan(word["word"], float(word["start"]), float(word["end"]), tuple(word["tokens"]))
             for word in found
         ]
 
@@ -176,8 +178,8 @@ class WhisperDecoder:
         padded[:, : features.shape[1]] = features[:, :num_frames]
         return EncoderOutput(self._whisper.encode(padded), min(features.shape[1], num_frames))
 
-    def decode_thoroughly(self, samples: Samples, language: str, prompt: str | None) -> Decoding:
-        """faster-whisper's own way: 30 s of context, beam 5, rising temperatures (fewer steps).
+    def beam_search(self, samples: Samples, language: str, prompt: str | None) -> Decoding:
+        """faster-whisper's own decoding: 30 s of context, beam 5, fewer temperatures.
 
         Several times slower than ``decode``. Raises ModelError when the runtime fails.
         """
@@ -208,7 +210,7 @@ class WhisperDecoder:
         )
 
     def _make_tokenizer(self, language: str) -> tuple[Any, list[int]]:
-        """The tokenizer for a language and the tokens that the decoder must not produce."""
+        """The tokenizer for a language, and the tokens to suppress."""
         tokenizer = Tokenizer(
             self._whisper.hf_tokenizer, self.is_multilingual, task="transcribe", language=language
         )
@@ -225,13 +227,13 @@ class WhisperDecoder:
 
 
 def compression_ratio(text: str) -> float:
-    """How far zlib shrinks the text: OpenAI's measure of repetition; 0 for no text."""
+    """zlib compression ratio of the text, OpenAI's measure of repetition; 0 for no text."""
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
-    """What the decoder starts from: earlier text, then "transcribe this without timestamps"."""
+    """Decoder prompt: earlier text, then the start sequence without timestamps."""
     start = [*tokenizer.sot_sequence, tokenizer.no_timestamps]
     if not prompt or not prompt.strip():
         return start
@@ -239,10 +241,10 @@ def _prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
     return [tokenizer.sot_prev, *earlier, *start]
 
 
-def _end_marks(
+def _punctuation_logprobs(
     tokenizer: Tokenizer, tokens: list[int], logits: list[Any]
 ) -> PunctuationLogprobs | None:
-    """From the step behind the last word of ``tokens``; ``logits`` float32 [vocab_size] a step.
+    """Punctuation at the step after the last word; ``logits``: float32 [vocab_size] per step.
 
     None without a word, or when the decoder was stopped before that step.
     """
@@ -254,13 +256,13 @@ def _end_marks(
     values = np.array(logits[at], dtype=np.float64)
     powers = np.exp(values - values.max())
     ids = [*(tokenizer.encode(mark)[0] for mark in _MARKS), tokenizer.eot]
-    chances = np.maximum(powers[ids] / powers.sum(), _LEAST_PROBABILITY)
+    chances = np.maximum(powers[ids] / powers.sum(), _MIN_PROBABILITY)
     return PunctuationLogprobs(*np.log(chances).tolist())
 
 
 def _check_wanted(is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
-        raise NotWantedError("nobody waits for this transcript any more")
+        raise AbandonedError("nobody waits for this transcript any more")
 
 
 def _mean(values: list[float], weights: list[int]) -> float:

@@ -1,12 +1,11 @@
-"""When each word of a transcript was said.
+"""Word timestamps from Whisper's cross-attention.
 
-Whisper's decoder listens to the sound of the token that it writes. A path through where it listened
-gives each token a time (faster-whisper's ``find_alignment``, by dynamic time warping). Marks are
-tokens of their own and are given the silence behind a word, so a word ends before its mark; what is
-left of silence at a word's edges, as before the first one, is found by the voice detector.
+Dynamic time warping over the cross-attention weights gives each token a time (faster-whisper's
+``find_alignment``). Punctuation marks are tokens of their own and absorb the silence after a word,
+so a word ends before its mark; VAD windows remove the rest of the silence at a word's edges.
 
-With tiny.en it takes 7 % of the time that the transcript took; beginnings are off by 30 to 50 ms,
-ends by 30 to 100 ms, the more so inside a sentence (bench/speech/word_times.py).
+With tiny.en alignment takes 7 % of the time of the transcription; starts are off by 30 to 50 ms,
+ends by 30 to 100 ms, more inside a sentence (bench/speech/word_times.py).
 """
 
 from __future__ import annotations
@@ -19,40 +18,40 @@ from typing import Any
 import numpy as np
 
 from audio.asr.segmentation import AudioSegment
-from audio.frame import SPEECH_RATE, Samples
-from audio.vad import WINDOW_SAMPLES
+from audio.frame import SPEECH_RATE
+from audio.vad import WINDOW_SAMPLES, VadWindows
 
 UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
-"""Languages that are written without spaces: each of the tokenizer's units counts as a word."""
+"""Languages written without spaces: each unit of the tokenizer counts as a word."""
 _WINDOW_S = WINDOW_SAMPLES / SPEECH_RATE
-_VOICED = 0.35
-# The detector lets go late, and begins late, the more so with an "s" or an "f".
+_VOICED_FROM = 0.35
+# The VAD starts and ends late, most of all at an "s" or an "f".
 _LEAD_WINDOWS = 1
-# Inside a word nobody is silent for so long: stops close the mouth for 0.1 s.
+# No silence inside a word is as long: plosives close the mouth for 0.1 s.
 _PAUSE_WINDOWS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """What the encoder made of a piece; ``num_frames`` of 10 ms are real, the rest is padding."""
+    """Encoder outputs of a segment; ``num_frames`` of 10 ms are audio, the rest is padding."""
 
     outputs: Any
     num_frames: int
 
 
 @dataclass(frozen=True, slots=True)
-class HeardPart:
-    """A piece of the audio and what was said in it. ``sound`` None: it was not kept."""
+class TranscribedSegment:
+    """A segment of audio and its text. ``encoder_output`` None: it was not kept."""
 
-    piece: AudioSegment
+    segment: AudioSegment
     text: str
     language: str
-    sound: EncoderOutput | None
+    encoder_output: EncoderOutput | None
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Some tokens, their text, and the seconds of the piece in which they were heard."""
+class TokenSpan:
+    """Tokens, their text, and their start and end in seconds of the segment."""
 
     text: str
     start_s: float
@@ -62,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class WordTime:
-    """A word with its marks, and from when to when it was said: seconds of the audio."""
+    """A word with its punctuation; start and end in seconds of the audio."""
 
     word: str
     start_s: float
@@ -70,18 +69,18 @@ class WordTime:
     tokens: tuple[int, ...] = ()
 
 
-def words_in(part: HeardPart, spans: Sequence[Span]) -> list[WordTime]:
-    """The words of ``part``, in order and inside it, one for each word of its text.
+def words_of_segment(transcribed: TranscribedSegment, spans: Sequence[TokenSpan]) -> list[WordTime]:
+    """Word timestamps of a segment, in order, one for each word of its text.
 
-    ``spans`` follow one another; joined they are its text, but for white space at the ends.
+    ``spans`` are consecutive; joined they give the text, except for white space at the ends.
     """
-    split = _units if part.language in UNSPACED else _between_spaces
-    found = [_within_voice(word, part.piece.probabilities) for word in split(spans)]
-    offset_s = part.piece.start_sample / SPEECH_RATE
-    return list(_in_order(found, part.piece.duration_s, offset_s))
+    split = _split_unspaced if transcribed.language in UNSPACED else _split_at_spaces
+    found = [_clip_to_speech(word, transcribed.segment.windows) for word in split(spans)]
+    offset_s = transcribed.segment.start_sample / SPEECH_RATE
+    return list(_in_order(found, transcribed.segment.duration_s, offset_s))
 
 
-def _between_spaces(spans: Sequence[Span]) -> Iterable[WordTime]:
+def _split_at_spaces(spans: Sequence[TokenSpan]) -> Iterable[WordTime]:
     text = "".join(span.text for span in spans)
     owner = [index for index, span in enumerate(spans) for _ in span.text]
     is_taken = [False] * len(spans)
@@ -89,7 +88,7 @@ def _between_spaces(spans: Sequence[Span]) -> Iterable[WordTime]:
     for word in text.split():
         at = text.index(word, at)
         parts = sorted(set(owner[at : at + len(word)]))
-        # Tokens that hold the end of one word and the beginning of the next are told once.
+        # A token that spans two words is assigned to the first.
         new = [index for index in parts if not is_taken[index]]
         for index in new:
             is_taken[index] = True
@@ -98,10 +97,10 @@ def _between_spaces(spans: Sequence[Span]) -> Iterable[WordTime]:
         at += len(word)
 
 
-def _units(spans: Sequence[Span]) -> Iterable[WordTime]:
-    group: list[Span] = []
+def _split_unspaced(spans: Sequence[TokenSpan]) -> Iterable[WordTime]:
+    group: list[TokenSpan] = []
     for span in spans:
-        if _sounds(span) and any(map(_sounds, group)):
+        if _is_spoken(span) and any(map(_is_spoken, group)):
             yield _joined("".join(s.text for s in group).strip(), group)
             group = []
         group.append(span)
@@ -109,22 +108,25 @@ def _units(spans: Sequence[Span]) -> Iterable[WordTime]:
         yield _joined("".join(s.text for s in group).strip(), group)
 
 
-def _joined(word: str, parts: Sequence[Span], tokens: tuple[int, ...] | None = None) -> WordTime:
-    heard = [part for part in parts if _sounds(part)] or parts
+def _joined(
+    word: str, parts: Sequence[TokenSpan], tokens: tuple[int, ...] | None = None
+) -> WordTime:
+    heard = [part for part in parts if _is_spoken(part)] or parts
     if tokens is None:
         tokens = tuple(token for part in parts for token in part.tokens)
     return WordTime(word, heard[0].start_s, heard[-1].end_s, tokens)
 
 
-def _sounds(span: Span) -> bool:
+def _is_spoken(span: TokenSpan) -> bool:
     return any(char.isalnum() for char in span.text)
 
 
-def _within_voice(word: WordTime, probabilities: Samples) -> WordTime:
-    """Without the silence at its ends, nor what lies beyond a pause; as it is without any voice."""
-    first = int(word.start_s / _WINDOW_S)
-    last = int(np.ceil(word.end_s / _WINDOW_S))
-    voiced = np.flatnonzero(probabilities[first:last] >= _VOICED) + first
+def _clip_to_speech(word: WordTime, windows: VadWindows) -> WordTime:
+    """Remove silence at the ends, and what lies beyond a pause; unchanged without any speech."""
+    lead_s = windows.lead / SPEECH_RATE
+    first = int((word.start_s + lead_s) / _WINDOW_S)
+    last = int(np.ceil((word.end_s + lead_s) / _WINDOW_S))
+    voiced = np.flatnonzero(windows.probabilities[first:last] >= _VOICED_FROM) + first
     if not voiced.size:
         return word
     begins = [int(voiced[0])]
@@ -134,17 +136,17 @@ def _within_voice(word: WordTime, probabilities: Samples) -> WordTime:
             ends.append(before)
             begins.append(after)
     ends.append(int(voiced[-1]))
-    # Of two the longer one is the word, and of equal ones the later: a word is heard when it ends.
+    # The longest run is the word; of equal ones the last.
     begin, end = max(zip(begins, ends, strict=True), key=lambda run: (run[1] - run[0], run[0]))
     return replace(
         word,
-        start_s=max(word.start_s, (begin - _LEAD_WINDOWS) * _WINDOW_S),
-        end_s=min(word.end_s, (end + 1) * _WINDOW_S),
+        start_s=max(word.start_s, (begin - _LEAD_WINDOWS) * _WINDOW_S - lead_s),
+        end_s=min(word.end_s, (end + 1) * _WINDOW_S - lead_s),
     )
 
 
 def _in_order(words: Iterable[WordTime], duration_s: float, offset_s: float) -> Iterable[WordTime]:
-    """None begins before the one before it has ended, none ends behind the piece."""
+    """Clip words to the segment and to the end of the word before."""
     at_s = 0.0
     for word in words:
         start_s = min(max(at_s, word.start_s), duration_s)

@@ -1,10 +1,10 @@
-"""When a speaker has finished: VAD endpointer, semantic endpointing, backchannels."""
+"""End-of-turn detection: VAD state machine, speech offset, semantic endpointing, backchannels."""
 
-from audio.endpointing.backchannel import means_to_stop
-from audio.endpointing.prosody import Prosody, measure_end
-from audio.endpointing.semantic import WAITS
-from audio.endpointing.smart_turn import TurnModel
-from audio.endpointing.speech_offset import find_dip, find_voice_end
+from audio.endpointing.backchannel import is_barge_in
+from audio.endpointing.prosody import Prosody, measure_prosody
+from audio.endpointing.semantic import ENDPOINTING_DELAYS
+from audio.endpointing.smart_turn import SmartTurnModel
+from audio.endpointing.speech_offset import find_speech_offset, trailing_silence_len
 from audio.endpointing.vad_endpointer import (
     Endpointer,
     ServerVadConfig,
@@ -17,19 +17,19 @@ from audio.endpointing.vad_endpointer import (
 )
 
 __all__ = [
+    "ENDPOINTING_DELAYS",
     "Endpointer",
     "Prosody",
     "ServerVadConfig",
-    "TurnModel",
+    "SmartTurnModel",
     "VoiceEnded",
     "VoiceEvent",
     "VoicePaused",
     "VoiceResumed",
     "VoiceStarted",
     "VoiceState",
-    "WAITS",
-    "find_dip",
-    "find_voice_end",
-    "means_to_stop",
-    "measure_end",
+    "find_speech_offset",
+    "is_barge_in",
+    "measure_prosody",
+    "trailing_silence_len",
 ]

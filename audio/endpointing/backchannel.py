@@ -1,4 +1,4 @@
-"""Words said while somebody else speaks: "go on" or "let me speak"?"""
+"""Classify words spoken over a reply: barge-in, backchannel, or an echo of the reply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BACKCHANNELS = word_set(
     "right sure exactly true indeed nice great good cool fine really gotcha alright absolutely "
     "totally definitely interesting i see of course got it all"
 )
-# Single words above that make a phrase, but say something alone or in other company.
+# Words of the phrases below that carry meaning of their own outside of them.
 _ONLY_IN_PHRASES = word_set("i see of course got it all")
 _PHRASES = ("i see", "of course", "got it", "all right", "i got it", "oh i see", "uh huh")
 _MAX_WORDS = 4
@@ -18,13 +18,13 @@ _MIN_ECHO_WORDS = 2
 _ECHO_SHARE = 0.75
 
 
-def means_to_stop(text: str, reply: str) -> bool:
-    """Whether ``text``, heard while ``reply`` was spoken, is meant to stop it."""
-    return not (is_backchannel(text) or is_repeated(text, reply))
+def is_barge_in(text: str, reply: str) -> bool:
+    """True when ``text``, heard while ``reply`` was playing, should interrupt it."""
+    return not (is_backchannel(text) or is_echo_of(text, reply))
 
 
 def is_backchannel(text: str) -> bool:
-    """Whether ``text`` only shows that somebody listens; True also for no words at all."""
+    """True when ``text`` only acknowledges ("mhm", "I see"), or has no words at all."""
     words = words_of(text)
     if len(words) > _MAX_WORDS or not all(word in _BACKCHANNELS for word in words):
         return not words
@@ -34,11 +34,11 @@ def is_backchannel(text: str) -> bool:
     return not any(word in _ONLY_IN_PHRASES for word in rest.split())
 
 
-def is_repeated(text: str, reply: str) -> bool:
-    """Whether ``text`` is what ``reply`` says: our own voice, heard in the caller's microphone.
+def is_echo_of(text: str, reply: str) -> bool:
+    """True when ``text`` repeats ``reply``: our own voice, picked up by the caller's microphone.
 
-    Three of four of its words, two at least, in the order of the reply, with no more than twice as
-    many words of the reply from the first to the last.
+    At least three in four of its words (and two at least) occur in the order of the reply, within a
+    span of the reply of at most twice as many words.
     """
     words, said = words_of(text), words_of(reply)
     if len(words) < _MIN_ECHO_WORDS:

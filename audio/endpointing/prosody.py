@@ -1,7 +1,7 @@
-"""How a voice sounded just before it fell silent: level, pitch, and how long the last sound was.
+"""Prosody before a pause: level, pitch contour, and length of the last pitched sound.
 
-A speaker who has finished lets pitch and level fall and draws out the last syllable; one who breaks
-off in mid-sentence does not. Weak signals, and free: a few milliseconds for the last two seconds.
+Speakers who have finished let pitch and level fall and lengthen the last syllable; those who stop
+in mid-sentence do not. Weak features, but cheap: a few milliseconds for two seconds of audio.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _MIN_PITCHED_FRAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class Prosody:
-    """The end of a stretch of voice.
+    """Prosodic features of the end of speech; 0 where a feature was not found.
 
-    ``levels_db``: mean level of the last 100 ms, the 100 ms before and those before that, below the
-    loud parts of the voice. ``pitch_drop``: natural logarithm of the pitch at the end over the
-    usual pitch. ``pitch_slope``: the same over the pitch 0.3 s before. ``last_run_s``: length of
-    the last unbroken pitched sound. ``pitched_share``: of the last 0.3 s. All 0 for what was not
-    found.
+    ``levels_db``: mean levels of the last three spans of 100 ms, latest first, relative to the loud
+    parts. ``pitch_drop``: natural log of the final pitch over the median pitch. ``pitch_slope``:
+    the same over the pitch 0.3 s earlier. ``last_run_s``: length of the last unbroken pitched
+    sound. ``pitched_share``: pitched share of the last 0.3 s.
     """
 
     levels_db: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -41,9 +40,9 @@ class Prosody:
     pitched_share: float = 0.0
 
 
-def measure_end(samples: Samples, voice_end: int) -> Prosody:
-    """Prosody of float32 [n] at 16 kHz just before ``voice_end``, where the voice fell silent."""
-    voice = samples[max(0, voice_end - _LOOK_BACK) : voice_end]
+def measure_prosody(samples: Samples, speech_offset: int) -> Prosody:
+    """Prosody of ``samples`` float32 [n] at 16 kHz just before ``speech_offset`` (a sample)."""
+    voice = samples[max(0, speech_offset - _LOOK_BACK) : speech_offset]
     voice = voice[voice.size % _HOP :]
     if voice.size < _FRAME + 3 * _HOP:
         return Prosody()
@@ -61,7 +60,7 @@ def measure_end(samples: Samples, voice_end: int) -> Prosody:
     last_pitched = last[last > 0]
     broken = np.flatnonzero(pitch == 0)
     found = np.flatnonzero(pitch > 0)
-    # The last unbroken run of pitched frames, whatever unpitched sound may follow it.
+    # Unpitched sound may follow the run.
     before = broken[broken < found[-1]]
     run = int(found[-1]) - (int(before[-1]) if before.size else -1)
     drop = slope = 0.0
@@ -72,7 +71,7 @@ def measure_end(samples: Samples, voice_end: int) -> Prosody:
 
 
 def _pitch_hz(voice: Samples) -> NDArray[np.float64]:
-    """Pitch of each frame of 40 ms, every 10 ms, by autocorrelation; 0 where there is none."""
+    """Pitch of frames of 40 ms, every 10 ms, by autocorrelation; 0 where unpitched."""
     frames = np.lib.stride_tricks.sliding_window_view(voice, _FRAME)[::_HOP]
     centred = frames - frames.mean(axis=1, keepdims=True)
     spectrum = np.fft.rfft(centred, 2 * _FRAME, axis=1)

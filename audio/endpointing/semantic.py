@@ -1,16 +1,18 @@
-"""Has the caller finished? How much silence it takes, judged from the words before the pause.
+"""Semantic endpointing: the silence that ends a turn, given the transcript and acoustic features.
 
-People leave 200 ms between turns and up to a second inside a sentence, so no fixed silence serves
-both. What was said tells them apart most of the time: after a whole sentence little silence is
-needed; after "to", "and", a filler or in the middle of a number, much more. Pure judgement on text
-(English) and on what the voice did last; nobody waits here.
+People leave 200 ms between turns and pause for up to a second inside a sentence, so no fixed delay
+serves both. After a complete sentence a short delay is enough; after "to", "and", a filler or in
+the middle of a number it must be longer.
 
-All signs become one probability by logistic regression. The best of them costs nothing: what the
-recogniser expects behind the last word. It has heard the melody and knows the words, and tells a
-full stop from a comma and from the middle of a phrase.
+Logistic regression combines all features into one probability. The strongest single feature costs
+nothing: the punctuation that the speech recogniser expects after the last word. The recogniser has
+heard the intonation and knows the words, and distinguishes a full stop from a comma and from the
+middle of a phrase.
 
-Who tells something goes on behind whole sentences, whose melody sounds like an end; who asks for
-something wants the answer. So what the recogniser's ear makes of the voice counts less in a story.
+In declarative utterances, sentence-final intonation often does not end the turn; in requests it
+does. The acoustic end-of-turn score therefore weighs less when the transcript is declarative.
+
+English only. Pure functions.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ Eagerness = Literal["low", "medium", "high", "auto"]
 
 
 class Completeness(Enum):
-    """What the words before a pause amount to."""
+    """Syntactic completeness of the words before a pause."""
 
     QUESTION = "question"
-    """A whole question: somebody is expected to answer."""
+    """A complete question."""
     SENTENCE = "sentence"
-    """A whole sentence, or an answer that can stand alone."""
+    """A complete sentence, or an answer that can stand alone."""
     OPEN = "open"
-    """Could end here or go on: no sign either way."""
+    """Could end here or continue."""
     COUNTING = "counting"
     """In the middle of digits, spelling or a list."""
     TRAILING = "trailing"
-    """Cannot end here: the last words ask for more."""
+    """Cannot end here: the last words need a continuation."""
     NOTHING = "nothing"
-    """No words: a noise, or a voice that was not understood."""
+    """No words: noise, or speech that was not understood."""
 
 
 FINISHED = (Completeness.QUESTION, Completeness.SENTENCE)
@@ -71,180 +73,209 @@ FINISHED = (Completeness.QUESTION, Completeness.SENTENCE)
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known at a pause; None for what is not.
+    """Features known at a pause; None where a feature is not available.
 
-    ``text``: transcript of the turn so far. ``prosody``: how the voice ended. ``end_logprob``: the
-    language model's natural log-probability that the text ends here (of a full stop, a question or
-    exclamation mark, or the end of the message, after the text without its own last mark).
-    ``model_probability``: a turn model's probability that the turn is over. ``end_marks``: what the
-    recogniser expects behind the last word. ``end_odds``: log-odds of an end by what its encoder
-    heard.
+    ``text``: transcript of the turn so far. ``prosody``: of the last speech before the pause.
+    ``end_logprob``: the language model's natural log-probability that the text ends here (a full
+    stop, question or exclamation mark, or the end of the message, after the text without its own
+    last mark). ``smart_turn_probability``: from an acoustic end-of-turn model. ``punctuation``:
+    what the recogniser expects after the last word. ``end_of_turn_logit``: from the linear probe on
+    the recogniser's encoder (`audio.asr.turn_end_probe`).
     """
 
     text: str
     prosody: Prosody | None = None
     end_logprob: float | None = None
-    model_probability: float | None = None
-    end_marks: PunctuationLogprobs | None = None
-    end_odds: float | None = None
+    smart_turn_probability: float | None = None
+    punctuation: PunctuationLogprobs | None = None
+    end_of_turn_logit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """Silence in ms that ends a turn.
+class EndpointingDelays:
+    """Silence in ms that ends a turn, from the speech offset on, and the probabilities that choose.
 
-    ``sure``: at a score of ``sure_score`` and above; ``likely``: at ``likely_score`` and above;
-    ``unsure``: below. ``trailing``: at least so much for words that cannot end here, unless the
-    end is likely by what is heard. ``counting``, ``nothing``: at least so much for words of that
-    kind. ``unknown``: while the words are not known.
+    ``min_ms`` applies from an end-of-turn probability of ``confident_from`` on, ``likely_ms`` from
+    ``likely_from`` on, ``max_ms`` below. ``trailing_ms``: minimum after words that cannot end a
+    turn, unless the acoustic probe finds the end likely. ``counting_ms``: minimum inside numbers
+    and spelling. ``no_words_ms``: where nothing was understood. ``no_transcript_ms``: until the
+    transcript is known.
     """
 
-    sure: int
-    likely: int
-    unsure: int
-    sure_score: float
-    likely_score: float
-    trailing: int
-    counting: int
-    nothing: int
-    unknown: int
+    min_ms: int
+    likely_ms: int
+    max_ms: int
+    confident_from: float
+    likely_from: float
+    trailing_ms: int
+    counting_ms: int
+    no_words_ms: int
+    no_transcript_ms: int
 
 
 # Chosen on the curve in docs/turn-end.svg (bench/endpointing/curve.py).
-WAITS: dict[Eagerness, Waits] = {
-    "high": Waits(200, 400, 700, 0.6, 0.4, 800, 900, 480, 1_000),
-    "medium": Waits(300, 660, 1_000, 0.85, 0.5, 1_100, 1_200, 640, 1_500),
-    "low": Waits(480, 1_200, 2_000, 0.85, 0.6, 2_500, 2_500, 1_000, 4_000),
+ENDPOINTING_DELAYS: dict[Eagerness, EndpointingDelays] = {
+    "high": EndpointingDelays(200, 400, 700, 0.6, 0.4, 800, 900, 480, 1_000),
+    "medium": EndpointingDelays(300, 660, 1_000, 0.85, 0.5, 1_100, 1_200, 640, 1_500),
+    "low": EndpointingDelays(480, 1_200, 2_000, 0.85, 0.6, 2_500, 2_500, 1_000, 4_000),
 }
-WAITS["auto"] = WAITS["medium"]
+ENDPOINTING_DELAYS["auto"] = ENDPOINTING_DELAYS["medium"]
 
 _MIN_LOGPROB = -6.0
-_LEAST = 1e-3
-_LEAST_HEARD = 5e-3
-# Log-odds above which the recogniser's ear is not surer, whatever it says.
-_SUREST_ODDS = 2.0
-# Words and melody alone are wrong too often to be believed as easily.
-_SURE_WITHOUT_MODEL = 0.9
-# Shorter statements are answers: "My name is John."
-_SHORTEST_STORY = 5
+_MIN_PUNCTUATION_PROB = 1e-3
+_MIN_SMART_TURN_PROB = 5e-3
+# The probe's logit is clipped here: above it the probe's confidence means nothing.
+_MAX_LOGIT = 2.0
+# Text and prosody alone are wrong too often to be trusted at the usual probability.
+_CONFIDENT_WITHOUT_MODELS = 0.9
+# Shorter declarative utterances are usually answers: "My name is John."
+_MIN_DECLARATIVE_WORDS = 5
 
 
-# What a voice of unknown end counts as: the mean over the recordings.
-_USUAL_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
+# In place of a missing prosody: the mean over the recordings.
+_MEAN_PROSODY = Prosody((-12.0, -8.0, -8.0), -0.1, -0.1, 0.15, 0.6)
 
 
-def silence_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
-    """How much silence ends the turn, after what ``evidence`` says was said."""
-    waits = WAITS[eagerness]
-    if judge(evidence.text) is Completeness.NOTHING:
-        return waits.nothing
-    signs = (
+def endpointing_delay_ms(evidence: Evidence, eagerness: Eagerness = "auto") -> int:
+    """Silence in ms that ends the turn, given ``evidence``."""
+    delays = ENDPOINTING_DELAYS[eagerness]
+    if classify_completeness(evidence.text) is Completeness.NOTHING:
+        return delays.no_words_ms
+    model_features = (
         evidence.end_logprob,
-        evidence.model_probability,
-        evidence.end_marks,
-        evidence.end_odds,
+        evidence.smart_turn_probability,
+        evidence.punctuation,
+        evidence.end_of_turn_logit,
     )
-    if all(sign is None for sign in signs):
-        waits = replace(waits, sure_score=max(waits.sure_score, _SURE_WITHOUT_MODEL))
-    is_heard = evidence.end_odds is not None
-    return wait_ms(score(evidence), evidence.text, waits, is_heard=is_heard)
+    if all(feature is None for feature in model_features):
+        confident_from = max(delays.confident_from, _CONFIDENT_WITHOUT_MODELS)
+        delays = replace(delays, confident_from=confident_from)
+    has_probe = evidence.end_of_turn_logit is not None
+    probability = end_of_turn_probability(evidence)
+    return choose_delay_ms(probability, evidence.text, delays, has_probe=has_probe)
 
 
-def wait_ms(probability: float, text: str, waits: Waits, *, is_heard: bool) -> int:
-    """The silence that ends a turn with these words, of which ``probability`` says that it is over.
-    ``is_heard``: also by the recogniser's ear, which knows when a word is not what it looks
-    like."""
-    completeness = judge(text)
-    if probability >= waits.sure_score:
-        wait = waits.sure
-    elif probability >= waits.likely_score:
-        wait = waits.likely
+def choose_delay_ms(
+    probability: float, text: str, delays: EndpointingDelays, *, has_probe: bool
+) -> int:
+    """Silence in ms that ends a turn of ``text`` with this end-of-turn ``probability``.
+
+    ``has_probe``: the probability includes the acoustic probe, which may overrule words that
+    usually cannot end a turn.
+    """
+    completeness = classify_completeness(text)
+    if probability >= delays.confident_from:
+        delay = delays.min_ms
+    elif probability >= delays.likely_from:
+        delay = delays.likely_ms
     else:
-        wait = waits.unsure
+        delay = delays.max_ms
     if completeness is Completeness.COUNTING:
-        return max(wait, waits.counting)
+        return max(delay, delays.counting_ms)
     if completeness is Completeness.TRAILING:
-        is_likely = is_heard and probability >= waits.likely_score
-        return max(wait, waits.likely if is_likely else waits.trailing)
-    return wait
+        is_likely = has_probe and probability >= delays.likely_from
+        return max(delay, delays.likely_ms if is_likely else delays.trailing_ms)
+    return delay
 
 
-def score(evidence: Evidence) -> float:
-    """How much speaks for the end of the turn, in (0, 1): the fitted probability."""
-    logprob, marks = evidence.end_logprob, evidence.end_marks
-    odds, heard = evidence.end_odds, evidence.model_probability
-    signs = [*words_signs(evidence.text), *prosody_signs(evidence.prosody or _USUAL_PROSODY)]
+def end_of_turn_probability(evidence: Evidence) -> float:
+    """Probability in (0, 1) that the turn is over: logistic regression over what is known."""
+    logprob, punctuation = evidence.end_logprob, evidence.punctuation
+    logit, smart_turn = evidence.end_of_turn_logit, evidence.smart_turn_probability
+    features = [
+        *text_features(evidence.text),
+        *prosody_features(evidence.prosody or _MEAN_PROSODY),
+    ]
     if logprob is not None:
-        signs.append(logprob_sign(logprob))
-    if marks is not None:
-        signs += mark_signs(marks)
-    if odds is not None:
-        signs += ear_signs(odds, evidence.text, logprob)
-    if heard is not None:
-        signs.append(heard_sign(heard))
-    known = (logprob is not None, marks is not None, odds is not None, heard is not None)
+        features.append(logprob_feature(logprob))
+    if punctuation is not None:
+        features += punctuation_features(punctuation)
+    if logit is not None:
+        features += probe_features(logit, evidence.text, logprob)
+    if smart_turn is not None:
+        features.append(smart_turn_feature(smart_turn))
+    known = (
+        logprob is not None,
+        punctuation is not None,
+        logit is not None,
+        smart_turn is not None,
+    )
     bias, weights = WEIGHTS[known]
-    total = bias + sum(w * sign for w, sign in zip(weights, signs, strict=True))
+    total = bias + sum(w * feature for w, feature in zip(weights, features, strict=True))
     return 1.0 / (1.0 + math.exp(-total))
 
 
-def words_signs(text: str) -> tuple[float, ...]:
-    """What the words amount to, as the regression sees it, like all signs below."""
-    kind = judge(text)
+def text_features(text: str) -> tuple[float, ...]:
+    """Completeness one-hot (question, sentence, counting, trailing), then declarative or not."""
+    kind = classify_completeness(text)
     return (
         float(kind is Completeness.QUESTION),
         float(kind is Completeness.SENTENCE),
         float(kind is Completeness.COUNTING),
         float(kind is Completeness.TRAILING),
-        float(tells(text)),
+        float(is_declarative(text)),
     )
 
 
-def prosody_signs(prosody: Prosody) -> tuple[float, ...]:
-    """How the voice ended."""
-    melody = (prosody.pitch_drop, prosody.pitch_slope)
-    return (*prosody.levels_db, *melody, prosody.last_run_s, prosody.pitched_share)
+def prosody_features(prosody: Prosody) -> tuple[float, ...]:
+    """Levels, pitch and length of the last sound."""
+    pitch = (prosody.pitch_drop, prosody.pitch_slope)
+    return (*prosody.levels_db, *pitch, prosody.last_run_s, prosody.pitched_share)
 
 
-def logprob_sign(end_logprob: float) -> float:
-    """What the language model says; below e**-6 it does not matter any more how little."""
+def logprob_feature(end_logprob: float) -> float:
+    """The language model's log-probability of an end, with a floor at e**-6."""
     return max(end_logprob, _MIN_LOGPROB)
 
 
-def mark_signs(marks: PunctuationLogprobs) -> tuple[float, ...]:
-    """What the recogniser expects: the log-odds of a sentence's end, and single log-probabilities,
-    both with a floor of a thousandth."""
-    ends = math.exp(marks.period) + math.exp(marks.question) + math.exp(marks.exclamation)
-    odds = math.log(ends + _LEAST) - math.log(max(0.0, 1.0 - ends) + _LEAST)
-    single = (marks.question, marks.comma, marks.ellipsis, marks.nothing)
-    return (odds, *(math.log(math.exp(value) + _LEAST) for value in single))
+def punctuation_features(punctuation: PunctuationLogprobs) -> tuple[float, ...]:
+    """Log-odds of sentence-final punctuation, then single log-probabilities; floor 1e-3."""
+    ends = (
+        math.exp(punctuation.period)
+        + math.exp(punctuation.question)
+        + math.exp(punctuation.exclamation)
+    )
+    odds = math.log(ends + _MIN_PUNCTUATION_PROB) - math.log(
+        max(0.0, 1.0 - ends) + _MIN_PUNCTUATION_PROB
+    )
+    single = (
+        punctuation.question,
+        punctuation.comma,
+        punctuation.ellipsis,
+        punctuation.nothing,
+    )
+    return (odds, *(math.log(math.exp(value) + _MIN_PUNCTUATION_PROB) for value in single))
 
 
-def ear_signs(end_odds: float, text: str, end_logprob: float | None) -> tuple[float, ...]:
-    """What the recogniser's ear says: for any words, for a story's, and together with the language
-    model, where that is known."""
-    odds = min(end_odds, _SUREST_ODDS)
-    signs = (odds, odds * tells(text))
-    return signs if end_logprob is None else (*signs, odds * logprob_sign(end_logprob))
+def probe_features(
+    end_of_turn_logit: float, text: str, end_logprob: float | None
+) -> tuple[float, ...]:
+    """The probe's logit, its interaction with declarative text, and, where the language model's
+    log-probability is known, with that."""
+    logit = min(end_of_turn_logit, _MAX_LOGIT)
+    features = (logit, logit * is_declarative(text))
+    return features if end_logprob is None else (*features, logit * logprob_feature(end_logprob))
 
 
-def heard_sign(probability: float) -> float:
-    """What the turn model says: log-odds, with a floor of half a percent."""
-    return math.log(probability + _LEAST_HEARD) - math.log(1.0 - probability + _LEAST_HEARD)
+def smart_turn_feature(probability: float) -> float:
+    """Log-odds of the acoustic model's probability, with a floor of half a percent."""
+    return math.log(probability + _MIN_SMART_TURN_PROB) - math.log(
+        1.0 - probability + _MIN_SMART_TURN_PROB
+    )
 
 
-def judge(text: str) -> Completeness:
-    """What the words of a turn so far amount to."""
+def classify_completeness(text: str) -> Completeness:
+    """Syntactic completeness of the transcript of a turn so far."""
     words = _words(text)
     if not words:
         return Completeness.NOTHING
     end = _without_closing(text)
-    asks = end.endswith("?")
-    if _is_trailing(words, end, asks=asks):
+    is_question = end.endswith("?")
+    if _is_trailing(words, end, is_question=is_question):
         return Completeness.TRAILING
     if _is_counting(words, end):
         return Completeness.COUNTING
-    if asks:
+    if is_question:
         return Completeness.QUESTION
     if " ".join(words) in WHOLE_ANSWERS:
         return Completeness.SENTENCE
@@ -254,14 +285,14 @@ def judge(text: str) -> Completeness:
     return Completeness.SENTENCE
 
 
-def tells(text: str) -> bool:
-    """Whether the last sentence says something of somebody, rather than asks for something."""
+def is_declarative(text: str) -> bool:
+    """True when the last sentence is a statement of at least five words, not a request."""
     end = _without_closing(text)
     if end.endswith("?"):
         return False
     last = _last_sentence(end)
     sentence = list(itertools.dropwhile(OPENERS.__contains__, _words(last)))
-    if len(sentence) < _SHORTEST_STORY:
+    if len(sentence) < _MIN_DECLARATIVE_WORDS:
         return False
     if sentence[0] in SUBORDINATORS and "," in last:  # "If you ask me, it was ..."
         sentence = _words(last.split(",", 1)[1]) or sentence
@@ -271,7 +302,7 @@ def tells(text: str) -> bool:
 
 
 def _without_closing(text: str) -> str:
-    """Up to the last sentence's own mark: quotes and brackets are closed behind it."""
+    """Strip quotes and brackets after the last punctuation mark."""
     return text.rstrip("\"'\u201d)] ")
 
 
@@ -283,29 +314,29 @@ def _last_sentence(end: str) -> str:
     return re.split(r"(?<=[.!?])\s+", end)[-1]
 
 
-def _is_trailing(words: list[str], end: str, *, asks: bool) -> bool:
-    """The recogniser itself heard it break off, or no sentence ends in this word."""
+def _is_trailing(words: list[str], end: str, *, is_question: bool) -> bool:
+    """True when the transcript breaks off, or ends in a word that cannot end a sentence."""
     if end.endswith(("-", "\u2013", "\u2014", "...", "\u2026", ",", ":", ";")):
         return True
     last = words[-1]
     if last in FILLERS and len(words) > 1:
-        return not asks
+        return not is_question
     if last in FILLERS and end[-1:] not in "?":
         return True
     if any(_ends_with(words, phrase) for phrase in TRAILING_PHRASES):
         return True
     request = [word for word in _words(_last_sentence(end)) if word not in POLITE_WORDS]
-    if len(request) == 1 and request[0] in REQUEST_VERBS and not asks:  # "Please name"
+    if len(request) == 1 and request[0] in REQUEST_VERBS and not is_question:  # "Please name"
         return True
     if last not in TRAILING_WORDS:
         return False
-    if asks:
+    if is_question:
         return last not in MAY_END_QUESTION
     return not (end.endswith((".", "!")) and last in MAY_END_STATEMENT)
 
 
 def _is_counting(words: list[str], end: str) -> bool:
-    """Digits, letters or alphabet words at the end, and not only as part of a sentence."""
+    """True when digits, letters or alphabet words at the end look like dictation."""
     num_items = 0
     for i, word in reversed(list(enumerate(words))):
         if not _is_item(word) or (word == "november" and num_items and _is_number(words[i + 1])):
@@ -331,7 +362,7 @@ def _is_number(word: str) -> bool:
 
 
 def _lacks_something(sentence: list[str], end: str) -> bool:
-    """A full stop after half a sentence: the recogniser sets one at every long pause."""
+    """True for an incomplete sentence: the recogniser sets a full stop at every long pause."""
     if not sentence:
         return True
     if sentence[-1] in OBJECT_VERBS:

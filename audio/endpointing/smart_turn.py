@@ -1,8 +1,8 @@
-"""Has the caller finished, by the sound alone: smart-turn v3 (pipecat-ai/smart-turn, BSD-2-Clause).
+"""Acoustic end-of-turn model: smart-turn v3 (pipecat-ai/smart-turn, BSD-2-Clause).
 
 An encoder like Whisper tiny's over the last 8 s and a classifier, in one ONNX file. Its input is
-Whisper's log-mel spectrogram of the audio, brought to mean 0 and variance 1, with silence in front
-of what is shorter.
+Whisper's log-mel spectrogram of the audio, normalised to mean 0 and variance 1; shorter audio is
+padded with silence in front.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NUM_MELS, NUM_FRAMES = 80, WINDOW_S * 100
 _LEN = WINDOW_S * SPEECH_RATE
 
 
-class TurnModel:
-    """The network, shared by all callers and threads."""
+class SmartTurnModel:
+    """The ONNX network; thread-safe, shared by all callers."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError when ``path`` is no such model."""
+        """Load ``path``. Raises ModelError when it is not a smart-turn v3 model."""
         self._session = open_file(path, 1, "the turn model")
         inputs = self._session.get_inputs()
         shape = inputs[0].shape[1:] if len(inputs) == 1 else None
@@ -38,11 +38,11 @@ class TurnModel:
         self._extractor = FeatureExtractor(feature_size=NUM_MELS, chunk_length=WINDOW_S)
 
     def warm_up(self) -> None:
-        """Runs once, so that the first caller does not wait for what is made on first use."""
+        """Run once, so that the first caller does not pay for lazy set-up."""
         self.probability(np.zeros(SPEECH_RATE, np.float32))
 
     def probability(self, samples: Samples) -> float:
-        """That a turn, float32 [n] at 16 kHz, is over where it ends now: in [0, 1].
+        """Probability in [0, 1] that the turn in ``samples`` float32 [n] at 16 kHz is over.
 
         Raises ModelError when the runtime fails.
         """
@@ -56,7 +56,7 @@ class TurnModel:
         return value
 
     def features(self, samples: Samples) -> Samples:
-        """What the network sees: float32 [80, 800]."""
+        """Log-mel input of the network: float32 [80, 800]."""
         window = np.zeros(_LEN, np.float32)
         last = samples[-_LEN:]
         if len(last):

@@ -1,16 +1,14 @@
-"""From voice probabilities to turns: when a caller starts, pauses, goes on, and has finished.
+"""State machine from VAD probabilities to turn events: started, paused, resumed, ended.
 
-Pure bookkeeping without I/O or clock: time is counted in samples at 16 kHz. A run of windows is
-voice from the first probability at or above the entry threshold until one falls below the exit
-threshold; a run counts once it is ``min_speech_ms`` long, so that a click starts, resumes and
-prolongs nothing.
+No I/O and no clock: time is counted in samples at 16 kHz. A run of windows is voiced from the first
+probability at or above the entry threshold until one falls below the exit threshold. A run counts
+once it is ``min_speech_ms`` long, so that clicks neither start nor prolong a turn.
 
     SILENT --VoiceStarted--> SPEAKING --VoicePaused--> PAUSED --VoiceEnded--> SILENT
                                  ^-----VoiceResumed------'
 
-How much silence ends a turn is fixed (`server_vad`) or judged at each pause (`semantic_vad`): then
-whoever knows what was said calls ``wait_for`` while the caller pauses, see
-``audio.endpointing.semantic``.
+The silence that ends a turn is fixed (`server_vad`) or set at each pause (`semantic_vad`) by
+``set_endpointing_delay``; see ``audio.endpointing.semantic``.
 
     samples  [start, onset) padding | [onset, last_voiced) voice | [last_voiced, at) silence
 """
@@ -25,12 +23,12 @@ from audio.frame import SPEECH_RATE
 
 @dataclass(frozen=True, slots=True)
 class ServerVadConfig:
-    """When voice counts and when silence ends a turn. Raises ValueError on impossible values.
+    """Thresholds and durations of the endpointer. Raises ValueError for values out of range.
 
-    ``min_speech_ms`` 64 (two windows): on our recordings no spoken word makes a shorter run, and
-    11 of 14 noise recordings start no turn (of the others one is a crowd of voices). Faint noises
-    that look like a distant voice for longer than the shortest word cannot be told apart here; the
-    recogniser's guard answers them with an empty transcript.
+    ``min_speech_ms`` 64 (two windows): in our recordings no spoken word makes a shorter run, and
+    11 of 14 noise recordings start no turn (one of the others is a crowd of voices). Noise that
+    resembles distant speech for longer than that starts a turn; the recogniser's hallucination
+    filter then returns an empty transcript.
     """
 
     threshold: float = 0.5
@@ -48,13 +46,13 @@ class ServerVadConfig:
 
     @property
     def exit_threshold(self) -> float:
-        """Voice goes on down to this probability: 0.15 below the entry, at least half of it."""
+        """A voiced run ends below this: the entry threshold less 0.15, but at least half of it."""
         return max(self.threshold - 0.15, self.threshold / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class VoiceStarted:
-    """The caller speaks since ``onset_sample``; ``start_sample`` is earlier by the padding."""
+    """Speech began at ``onset_sample``; ``start_sample`` is earlier by the prefix padding."""
 
     onset_sample: int
     start_sample: int
@@ -62,21 +60,21 @@ class VoiceStarted:
 
 @dataclass(frozen=True, slots=True)
 class VoicePaused:
-    """Silence for ``eager_silence_ms``: perhaps the turn ended at ``last_voiced_sample``."""
+    """Silence for ``eager_silence_ms``: the turn may have ended at ``last_voiced_sample``."""
 
     last_voiced_sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class VoiceResumed:
-    """The pause was only a pause; the voice came back at ``sample``."""
+    """Speech resumed at ``sample``: the turn goes on."""
 
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class VoiceEnded:
-    """Silence for ``silence_ms``: decided at ``at_sample``, voice ended at the other one."""
+    """The turn, voiced until ``last_voiced_sample``, was found to be over at ``at_sample``."""
 
     last_voiced_sample: int
     at_sample: int
@@ -86,7 +84,7 @@ VoiceEvent = VoiceStarted | VoicePaused | VoiceResumed | VoiceEnded
 
 
 class VoiceState(Enum):
-    """Where the caller's turn stands."""
+    """State of the caller's turn."""
 
     SILENT = "silent"
     SPEAKING = "speaking"
@@ -94,51 +92,51 @@ class VoiceState(Enum):
 
 
 class Endpointer:
-    """One caller's turn state. ``config`` may be replaced at any time, also within a turn."""
+    """Turn state of one caller. ``config`` may be replaced at any time, also within a turn."""
 
     def __init__(self, config: ServerVadConfig) -> None:
         self.config = config
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; a turn in progress ends without an event."""
+        """Clear all state; a turn in progress ends without an event."""
         self.state = VoiceState.SILENT
         self._run_start: int | None = None
         self._last_voiced: int | None = None
-        self._floor: int | None = None
-        self._judged: int | None = None  # end of the last window
+        self._min_start: int | None = None
+        self._now: int | None = None  # end of the last window
         self._end_silence_ms: int | None = None  # as configured
 
-    def wait_for(self, silence_ms: int) -> list[VoiceEvent]:
-        """In this pause ``silence_ms`` end the turn; returns its end when they are over already.
+    def set_endpointing_delay(self, silence_ms: int) -> list[VoiceEvent]:
+        """End the turn after ``silence_ms`` of this pause; returns its end if that has passed.
 
-        Forgotten when the voice comes back. Without a pause, nothing happens.
+        Applies to the current pause only. No effect outside a pause.
         """
-        if self.state is not VoiceState.PAUSED or self._judged is None:
+        if self.state is not VoiceState.PAUSED or self._now is None:
             return []
         self._end_silence_ms = silence_ms
-        return [] if self._run_start is not None else self._on_silence(self._judged)
+        return [] if self._run_start is not None else self._on_silence(self._now)
 
     @property
     def last_voiced_sample(self) -> int | None:
-        """End of the latest voice, this turn's or the last one's; None before any."""
+        """End of the latest voiced window, of this turn or the last; None before any speech."""
         return self._last_voiced
 
-    def feed(
+    def process_window(
         self, probability: float, window_start_sample: int, window_end_sample: int
     ) -> list[VoiceEvent]:
-        """Takes the probability of voice in [start, end); returns what follows from it, in order.
+        """Advance by one VAD window [start, end); returns the events that follow, in order.
 
-        Windows must follow one another in time. Their length is free.
+        Windows must be given in order of time; their length is free.
         """
-        if self._floor is None:
-            self._floor = window_start_sample
-        self._judged = window_end_sample
+        if self._min_start is None:
+            self._min_start = window_start_sample
+        self._now = window_end_sample
         self._track_run(probability, window_start_sample)
         if self._run_start is None:
             return self._on_silence(window_end_sample)
         if window_end_sample - self._run_start < _samples(self.config.min_speech_ms):
-            return []  # maybe voice: the next windows decide, and until then nothing ends
+            return []  # undecided: too short a run so far
         return self._on_voice(self._run_start, window_end_sample)
 
     def _track_run(self, probability: float, window_start: int) -> None:
@@ -170,14 +168,14 @@ class Endpointer:
             events.append(VoicePaused(self._last_voiced))
         if self.state is VoiceState.PAUSED and silence >= end_silence:
             self.state = VoiceState.SILENT
-            self._floor = self._last_voiced
+            self._min_start = self._last_voiced
             events.append(VoiceEnded(self._last_voiced, now))
         return events
 
     def _padded(self, onset: int) -> int:
-        """Start of the turn's audio: never before the stream, never inside the last turn."""
-        floor = 0 if self._floor is None else self._floor
-        return max(floor, onset - _samples(self.config.prefix_padding_ms))
+        """Start of the turn's audio, within the stream and after the end of the last turn."""
+        min_start = 0 if self._min_start is None else self._min_start
+        return max(min_start, onset - _samples(self.config.prefix_padding_ms))
 
 
 def _samples(duration_ms: int) -> int:

@@ -1,5 +1,4 @@
-"""English words that say whether a sentence can end after them. Data for
-``audio.endpointing.semantic``."""
+"""English word lists that tell complete from incomplete sentences, for the semantic endpointer."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ CONJUNCTIONS = word_set(
 )
 SUBJECT_PRONOUNS = word_set("i we he she they i'm we're they're you're i'd i'll i've it's")
 FILLERS = word_set("um uh uhm umm er erm eh hm hmm mm like well so anyway basically actually maybe")
-"""Said while thinking of what comes next."""
+"""Hesitations."""
 
 TRAILING_WORDS = ARTICLES_AND_DETERMINERS | PREPOSITIONS | CONJUNCTIONS | SUBJECT_PRONOUNS
-"""No sentence ends here, whatever the recogniser's full stop says; see the exceptions below."""
+"""Cannot end a sentence, even before the recogniser's full stop; exceptions follow."""
 
 MAY_END_QUESTION = word_set(
     # "Where are you from?", "What is it for?", "Is it his?", "Who are they?", "Which one is that?"
@@ -70,7 +69,7 @@ TRAILING_PHRASES = (
 )
 
 LEAD_INS = (
-    # What follows is a name, a number, an address: often in two or three breaths.
+    # Before a name, number or address, which callers often give in two or three breaths.
     "my name is",
     "my name's",
     "my number is",
@@ -90,7 +89,7 @@ LEAD_INS = (
 )
 
 OBJECT_VERBS = word_set(
-    # Without what they are done to, they are no sentence.
+    # Incomplete without an object.
     "get gets got buy bought want wants need needs make makes made take takes took bring find put "
     "give gives gave send sends sent show set sets add adds create schedule cancel book reserve "
     "order turn tell tells told have has had let keep use used turned increase decrease put "
@@ -100,21 +99,21 @@ OBJECT_VERBS = word_set(
 REQUEST_VERBS = word_set(
     "name explain describe list compare recommend translate define find give show set tell bring"
 )
-"""Begin a request, and are none by themselves."""
+"""Begin a request, but do not make one alone."""
 POLITE_WORDS = word_set("please can could would will you just and so now then okay")
 
 OPENERS = word_set("and so but or then okay ok well yes yeah no um uh now oh also")
-"""Before the sentence that is meant."""
+"""May stand before the sentence proper."""
 SUBJECTS = ((ARTICLES_AND_DETERMINERS | SUBJECT_PRONOUNS) - word_set("which whose")) | word_set(
     "it you he's she's that that's there there's here's some one i've we've they've we'd "
     "they'd he'd she'd you've you'd"
 )
-"""Begin a sentence that tells something."""
+"""Begin a declarative sentence."""
 WISHES = word_set("want wants need needs would like i'd we'd wanna wish looking wondering calling")
-"""Within the first words they make a request of it."""
+"""Among the first words they make the sentence a request."""
 
 SUBORDINATORS = word_set("if when while because although though unless since whenever")
-"""A sentence that begins so needs a second half."""
+"""A clause that begins with one needs a main clause."""
 
 QUESTION_WORDS = word_set(
     "what who whom whose which where when why how can could do does did is are was were will would "

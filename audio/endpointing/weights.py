@@ -1,7 +1,7 @@
-"""What each sign counts for the end of a turn: logistic regression, both classes of equal weight.
+"""Weights of the end-of-turn regression (logistic, both classes of equal weight).
 
-The figures lie in the file beside this one; bench/endpointing/curve.py makes them from the pauses
-of bench/endpointing/events.py.
+``weights.json`` holds the values; bench/endpointing/curve.py fits them to the pauses that
+bench/endpointing/events.py collects.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-Known = tuple[bool, bool, bool, bool]
-"""What is known beside words and melody: the language model's answer, the recogniser's marks, the
-odds by its encoder, the turn model's answer."""
+KnownFeatures = tuple[bool, bool, bool, bool]
+"""Which optional features are known: language model, punctuation, encoder probe, smart-turn."""
 
 
-def _read() -> dict[Known, tuple[float, tuple[float, ...]]]:
+def _load() -> dict[KnownFeatures, tuple[float, tuple[float, ...]]]:
     rows = json.loads(Path(__file__).with_suffix(".json").read_text())
-    return {_known(digits): (bias, tuple(weights)) for digits, (bias, *weights) in rows.items()}
+    return {_parse(digits): (bias, tuple(weights)) for digits, (bias, *weights) in rows.items()}
 
 
-def _known(digits: str) -> Known:
-    model, marks, odds, heard = (digit == "1" for digit in digits)
-    return model, marks, odds, heard
+def _parse(digits: str) -> KnownFeatures:
+    logprob, punctuation, probe, smart_turn = (digit == "1" for digit in digits)
+    return logprob, punctuation, probe, smart_turn
 
 
-WEIGHTS = _read()
-"""The bias, and the weights in the order of `audio.endpointing.semantic.score`."""
+WEIGHTS = _load()
+"""Bias, and weights in the order of `audio.endpointing.semantic.end_of_turn_probability`."""

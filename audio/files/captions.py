@@ -1,4 +1,4 @@
-"""Words with their times as lines to be shown, in the two usual files: SubRip and WebVTT."""
+"""Captions from word timestamps, as SubRip and WebVTT files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from audio.asr import WordTime
 
-# A line ends with its sentence, at a pause, or when it is as long as two rows of a screen hold; a
-# long one at a comma, if its end is near.
+# A line ends with a sentence, at a pause, or at the length of two rows of a screen; a long line
+# also ends at a comma.
 _PAUSE_S = 0.8
 _MAX_CHARS = 84
 _COMMA_CHARS = 56
@@ -19,66 +19,66 @@ _CLOSERS = "\"'”’)]»」』"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Consecutive words."""
+class CaptionLine:
+    """Consecutive words of one caption."""
 
     words: tuple[WordTime, ...]
     joint: str = " "
 
     @property
     def text(self) -> str:
-        """As it is shown."""
+        """Displayed text."""
         return self.joint.join(word.word for word in self.words)
 
     @property
     def start_s(self) -> float:
-        """When its first word begins."""
+        """Start of the first word."""
         return self.words[0].start_s
 
     @property
     def end_s(self) -> float:
-        """When its last word ends."""
+        """End of the last word."""
         return self.words[-1].end_s
 
     @property
     def tokens(self) -> list[int]:
-        """The recogniser's, of all its words."""
+        """Token ids of the words."""
         return [token for word in self.words for token in word.tokens]
 
 
-def lines_of(words: Sequence[WordTime], *, joint: str = " ") -> list[Line]:
-    """``words``, none left out, in lines; ``joint`` stands between two words."""
-    lines: list[Line] = []
+def split_into_lines(words: Sequence[WordTime], *, joint: str = " ") -> list[CaptionLine]:
+    """Split ``words`` into lines; ``joint`` separates the words of a line."""
+    lines: list[CaptionLine] = []
     line: list[WordTime] = []
     num_chars = 0
     for word in words:
-        is_behind_pause = line and word.start_s - line[-1].end_s >= _PAUSE_S
+        is_after_pause = line and word.start_s - line[-1].end_s >= _PAUSE_S
         is_too_long = line and num_chars + len(joint) + len(word.word) > _MAX_CHARS
-        if is_behind_pause or is_too_long:
-            lines.append(Line(tuple(line), joint))
+        if is_after_pause or is_too_long:
+            lines.append(CaptionLine(tuple(line), joint))
             line, num_chars = [], 0
         num_chars += len(word.word) + (len(joint) if line else 0)
         line.append(word)
         bare = word.word.rstrip(_CLOSERS)
         is_end = bare.endswith(_ENDS) and bare.lower() not in _TITLES
         if is_end or (num_chars >= _COMMA_CHARS and bare.endswith(_COMMAS)):
-            lines.append(Line(tuple(line), joint))
+            lines.append(CaptionLine(tuple(line), joint))
             line, num_chars = [], 0
     if line:
-        lines.append(Line(tuple(line), joint))
+        lines.append(CaptionLine(tuple(line), joint))
     return lines
 
 
-def to_srt(lines: Iterable[Line]) -> str:
-    """A SubRip file."""
+def to_srt(lines: Iterable[CaptionLine]) -> str:
+    """Render a SubRip file."""
     return "".join(
         f"{number}\n{_clock(line.start_s, ',')} --> {_clock(line.end_s, ',')}\n{line.text}\n\n"
         for number, line in enumerate(lines, 1)
     )
 
 
-def to_vtt(lines: Iterable[Line]) -> str:
-    """A WebVTT file (W3C): its text has no markup, so that what would begin some is escaped."""
+def to_vtt(lines: Iterable[CaptionLine]) -> str:
+    """Render a WebVTT file (W3C), with markup characters escaped."""
     return "WEBVTT\n\n" + "".join(
         f"{_clock(line.start_s, '.')} --> {_clock(line.end_s, '.')}\n{_escaped(line.text)}\n\n"
         for line in lines

@@ -1,8 +1,7 @@
-"""A recording that somebody uploads, as speech for the recogniser: any of the usual containers.
+"""Uploaded recordings in any common container, decoded to speech for the recogniser.
 
-What a file is follows from its first bytes, never from its name. FFmpeg (through PyAV) decodes it,
-a packet at a time, so that the memory it takes follows from how long it lasts and not from what it
-claims to be.
+The format is detected from the first bytes, never from the name. FFmpeg (through PyAV) decodes
+packet by packet, so that memory depends on the real duration and not on what headers claim.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
 
-from audio.errors import AudioFormatError, NotWantedError
+from audio.errors import AbandonedError, AudioFormatError
 from audio.files.reader import MAX_RATE, MIN_RATE
 from audio.frame import SPEECH_RATE, Samples
 
 EXPECTED = "expected a WAV, FLAC, Ogg, MP3, AAC, MP4 (M4A) or WebM file"
 
-# Their frames stand one behind the other, and each is found by its first bits: behind the last one
-# many files have more (tags, a rest of the disk's), which every player passes over.
+# Formats of self-synchronising frames. After the last frame many files have other data (tags,
+# garbage), which every player skips.
 _FRAMED = ("mp3", "aac")
 
-# Bytes at a place, and FFmpeg's name of what begins so. Nothing else is tried: among its formats
-# are playlists, which name other files.
-_SIGNS = (
+# Offset, magic bytes, FFmpeg's name of the format. No other format is tried: playlists, for one,
+# refer to other files.
+_SIGNATURES = (
     (0, b"RIFF", "wav"),
     (0, b"fLaC", "flac"),
     (0, b"OggS", "ogg"),
@@ -43,17 +42,17 @@ _SIGNS = (
 def read_speech(
     content: bytes, *, max_s: float, is_wanted: Callable[[], bool] = lambda: True
 ) -> Samples:
-    """Samples float32 [n] at 16 kHz of the first sound track in ``content``; channels are mixed.
+    """Decode the first audio track of ``content`` to float32 [n] at 16 kHz, channels mixed.
 
-    ``is_wanted`` is asked now and then. Raises AudioFormatError for what is no such file, is
-    damaged, has no sound, or lasts longer than ``max_s``; NotWantedError.
+    ``is_wanted`` is polled between blocks. Raises AudioFormatError for other formats, damaged
+    files, files without audio, and those longer than ``max_s``; AbandonedError when cancelled.
     """
     blocks: list[Samples] = []
     num_samples = 0
     try:
         for block in _blocks(content):
             if not is_wanted():
-                raise NotWantedError("nobody waits for this recording any more")
+                raise AbandonedError("nobody waits for this recording any more")
             blocks.append(block)
             num_samples += block.size
             if num_samples > max_s * SPEECH_RATE:
@@ -69,7 +68,7 @@ def read_speech(
 
 
 def _broken(good_s: float, error: av.FFmpegError) -> str:
-    """What is wrong with a recording that was decoded as far as ``good_s``."""
+    """Error message for a recording that could be decoded up to ``good_s``."""
     if good_s < 0.1:
         return f"the recording cannot be decoded: {error.strerror}"
     return (
@@ -94,28 +93,30 @@ def _blocks(content: bytes) -> Iterator[Samples]:
             raise AudioFormatError("the recording is in an encoding that is not known")
         stream.codec_context.thread_count = 1
         resampler, last = _resampler(), None
-        for frame in _frames(container, stream, passes_over=file_format in _FRAMED):
+        for frame in _frames(container, stream, skips_bad=file_format in _FRAMED):
             if not MIN_RATE <= frame.sample_rate <= MAX_RATE:
                 raise AudioFormatError(
                     f"the recording says that its sample rate is {frame.sample_rate} Hz: expected "
                     f"{MIN_RATE} to {MAX_RATE} Hz"
                 )
             kind = (frame.sample_rate, frame.layout.name, frame.format.name)
-            if last not in (None, kind):  # files that were put one behind the other
+            if last not in (None, kind):  # concatenated files
                 yield from _resampled(resampler, None)
                 resampler = _resampler()
             last = kind
-            frame.pts = None  # gaps between packets are no silence that anybody heard
+            frame.pts = None  # ignore gaps between timestamps
             yield from _resampled(resampler, frame)
         yield from _resampled(resampler, None)
 
 
 def _frames(
-    container: InputContainer, stream: AudioStream, *, passes_over: bool
+    container: InputContainer, stream: AudioStream, *, skips_bad: bool
 ) -> Iterator[AudioFrame]:
-    """Of ``stream``, in order. ``passes_over``: without packets that cannot be decoded, as long as
-    more can. Else only the last may be such a packet, where the file is cut off: what there is of a
-    recording is taken, as where the cut is between two. Raises av.FFmpegError."""
+    """Decoded frames of ``stream``, in order.
+
+    ``skips_bad``: packets that cannot be decoded are skipped, as long as most can. Otherwise only
+    the last packet may be bad, in a file that is cut off. Raises av.FFmpegError.
+    """
     num_decoded = num_lost = 0
     packets = container.demux(stream)
     for packet in packets:
@@ -123,7 +124,7 @@ def _frames(
             frames = packet.decode()
         except av.FFmpegError:
             num_lost += 1
-            if not passes_over and (not num_decoded or any(more.size for more in packets)):
+            if not skips_bad and (not num_decoded or any(more.size for more in packets)):
                 raise
             continue
         num_decoded += 1
@@ -142,10 +143,10 @@ def _resampled(resampler: AudioResampler, frame: AudioFrame | None) -> Iterator[
 
 
 def _format_of(content: bytes) -> str:
-    for at, sign, name in _SIGNS:
+    for at, sign, name in _SIGNATURES:
         if content.startswith(sign, at):
             return name
-    # MPEG audio begins with eleven set bits; of its layers AAC has the number 0.
+    # MPEG audio frames begin with eleven set bits; layer 0 is AAC.
     if len(content) > 2 and content[0] == 0xFF and content[1] & 0xE0 == 0xE0:
         return "aac" if content[1] & 0x06 == 0 else "mp3"
     raise AudioFormatError(EXPECTED)

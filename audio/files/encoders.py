@@ -1,6 +1,6 @@
-"""Speech as a file that is sent while it is made: each piece of sound becomes bytes at once.
+"""Streaming encoders of audio files: each chunk of samples becomes bytes at once.
 
-Nobody can go back in such a file to fill in its length, so that headers say that it is not known.
+A file that is sent while it is made cannot be rewritten, so headers declare an unknown length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEDIA_TYPES: dict[FileFormat, str] = {
     "flac": "audio/flac",
 }
 
-# Container, codec, and bits a second of speech (0: the codec has no such choice).
+# Container, codec, and bit rate for speech (0: the codec has none).
 _CODED: dict[FileFormat, tuple[str, str, int]] = {
     "mp3": ("mp3", "libmp3lame", 64_000),
     "opus": ("ogg", "libopus", 32_000),
@@ -35,26 +35,26 @@ _CODED: dict[FileFormat, tuple[str, str, int]] = {
     "flac": ("flac", "flac", 0),
 }
 _OPTIONS = {
-    # Else the end of the file would go back to its beginning, which is sent already.
+    # The Xing header would be written back at the start of the file, which is sent already.
     "mp3": {"write_xing": "0"},
-    # Pages of 0.2 s: a whole second would be held back otherwise.
+    # Pages of 0.2 s; by default a whole second is held back.
     "ogg": {"page_duration": "200000"},
 }
 _UNKNOWN_LEN = 0xFFFFFFFF
 
 
 class Encoder(Protocol):
-    """One file in the making."""
+    """Encoder of one file."""
 
-    def feed(self, samples: Samples) -> bytes:
-        """The bytes that ``samples`` float32 [n] make available; a codec may hold some back."""
+    def encode(self, samples: Samples) -> bytes:
+        """Encode ``samples`` float32 [n]; a codec may hold some back."""
 
     def finish(self) -> bytes:
-        """The rest. Nothing may be fed afterwards."""
+        """The rest of the file; no more samples may follow."""
 
 
 def make_encoder(file_format: FileFormat, rate: int) -> Encoder:
-    """For mono speech of ``rate`` samples per second."""
+    """Encoder for mono speech at ``rate`` Hz."""
     if file_format == "pcm":
         return _Pcm(rate)
     if file_format == "wav":
@@ -68,7 +68,7 @@ class _Pcm:
     def __init__(self, rate: int) -> None:
         self._format = AudioFormat("pcm16", rate)
 
-    def feed(self, samples: Samples) -> bytes:
+    def encode(self, samples: Samples) -> bytes:
         return encode(samples, self._format)
 
     def finish(self) -> bytes:
@@ -92,16 +92,16 @@ class _Wav(_Pcm):
         )
         self._header = b"".join(head)
 
-    def feed(self, samples: Samples) -> bytes:
+    def encode(self, samples: Samples) -> bytes:
         header, self._header = self._header, b""
-        return header + super().feed(samples)
+        return header + super().encode(samples)
 
     def finish(self) -> bytes:
-        return self.feed(np.zeros(0, np.float32))  # of no sound at all a file is left, too
+        return self.encode(np.zeros(0, np.float32))  # without any samples, the header is still due
 
 
 class _Coded:
-    """A codec of FFmpeg's in a container that is written from beginning to end."""
+    """A codec of FFmpeg in a container that is written sequentially."""
 
     def __init__(self, container: str, codec: str, bit_rate: int, rate: int) -> None:
         self._rate = rate
@@ -110,12 +110,12 @@ class _Coded:
         options = {"flush_packets": "1", **_OPTIONS.get(container, {})}
         self._container = av.open(self._written, "w", format=container, options=options)
         stream = self._container.add_stream(codec, rate=rate, layout="mono")
-        assert isinstance(stream, AudioStream), "the codecs are of sound"
+        assert isinstance(stream, AudioStream), "all codecs are audio codecs"
         self._stream = stream
         if bit_rate:
             self._stream.bit_rate = bit_rate
 
-    def feed(self, samples: Samples) -> bytes:
+    def encode(self, samples: Samples) -> bytes:
         if len(samples):
             frame = AudioFrame.from_ndarray(to_pcm16(samples)[None, :], format="s16", layout="mono")
             frame.sample_rate = self._rate
@@ -131,7 +131,7 @@ class _Coded:
 
 
 class _Written:
-    """What FFmpeg writes to: no way back, for it has no ``seek``."""
+    """Output file of FFmpeg; without ``seek`` it is written sequentially."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()

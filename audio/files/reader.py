@@ -1,4 +1,4 @@
-"""Reading a user's audio file: any WAV, FLAC, Ogg, and headerless G.711 (.ulaw, .alaw)."""
+"""Read local audio files: WAV, FLAC, Ogg (libsndfile), and headerless G.711 (.ulaw, .alaw)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _RAW_SUFFIXES = (".raw", ".pcm", ".sln", ".s16le")
 _CONTAINERS = (b"RIFF", b"RIFX", b"fLaC", b"OggS")
 _HEADERLESS: dict[str, AudioFormat] = {".ulaw": PCMU_8K, ".alaw": PCMA_8K}
 MIN_RATE, MAX_RATE = 4_000, 768_000
-"""What recordings have. A rate of 1 Hz, from a broken header, would take gigabytes to resample."""
-# What programs write that stream a WAV and cannot go back to fill in the length.
+"""Accepted sample rates. Resampling from 1 Hz, a broken header, would take gigabytes."""
+# Written by programs that stream a WAV and cannot fill in its length.
 _UNKNOWN_LEN = (0xFFFFFFFF, 0x7FFFFFFF, 0x80000000, 0x7FFFFFFF - 36, 0)
 
 
 def read_audio(path: Path, *, max_s: float | None = None) -> tuple[Samples, int]:
-    """Samples float32 [n] in [-1, 1] and their rate; several channels are mixed by their mean.
+    """Samples float32 [n] in [-1, 1] and their rate; channels are averaged.
 
-    Raises AudioError when the file cannot be opened, AudioFormatError when it is empty, not audio,
-    truncated, longer than ``max_s`` seconds, has a rate that no recording has, no samples, or
-    values that are not numbers.
+    Raises AudioError when the file cannot be read, AudioFormatError when it is empty, not audio,
+    truncated, longer than ``max_s`` seconds, without samples, or has a sample rate out of range or
+    values that are not finite.
     """
     try:
         content = path.read_bytes()
@@ -59,7 +59,7 @@ def _check_duration(path: Path, duration_s: float, max_s: float | None) -> None:
 
 def _read_container(path: Path, content: bytes, max_s: float | None) -> tuple[Samples, int]:
     try:
-        # As bytes: what a file is follows from its content, never from its name.
+        # As bytes, so that libsndfile goes by the content and not by the name.
         with sf.SoundFile(io.BytesIO(content)) as file:
             rate = int(file.samplerate)
             if not MIN_RATE <= rate <= MAX_RATE:
@@ -71,7 +71,7 @@ def _read_container(path: Path, content: bytes, max_s: float | None) -> tuple[Sa
             _check_duration(path, num_expected / rate, max_s)
             frames = file.read(dtype="float32", always_2d=True)
     except sf.LibsndfileError as error:
-        reason = error.error_string.rstrip(".")  # the rest of it names an object in memory
+        reason = error.error_string.rstrip(".")  # str(error) also names an object in memory
         raise AudioFormatError(f"{path} is not readable audio ({reason}): {_EXPECTED}") from error
     if frames.shape[0] == 0:
         raise AudioFormatError(f"{path} has a valid header but no samples: {_EXPECTED}")
@@ -87,7 +87,7 @@ def _read_container(path: Path, content: bytes, max_s: float | None) -> tuple[Sa
 
 
 def _check_wav_len(path: Path, content: bytes) -> None:
-    """Raises AudioFormatError for a WAV with its data cut off, which libsndfile takes as it is."""
+    """Raises AudioFormatError for a truncated WAV, which libsndfile accepts."""
     if content[:4] not in (b"RIFF", b"RIFX"):
         return
     order = "<" if content[:4] == b"RIFF" else ">"

@@ -1,4 +1,4 @@
-"""Speech synthesis with Piper voices (VITS), streamed."""
+"""Speech synthesis with Piper (VITS) voices."""
 
 from audio.tts.synthesizer import MAX_SPEED, MIN_SPEED, SpeechPiece, Synthesizer
 

@@ -1,10 +1,10 @@
-"""Takes a Piper voice's ONNX graph apart, so that speech can begin before all of it is made.
+"""Split a Piper voice's ONNX graph, so that audio can stream before all of it is synthesized.
 
-A VITS voice (Kim, Kong and Son, 2021, arXiv:2106.06103) works in three steps: how long each phoneme
-lasts and what it roughly is, at 86 frames a second or so (`front`); a flow that turns this into
-latents (`flow`); a decoder of convolutions that turns latents into samples. Only the first needs
-the whole text. The other two see a bounded number of frames around each, their halo: run on a part
-of the frames with the halo on both sides, they give the very samples of the whole.
+A VITS voice (Kim, Kong and Son, 2021, arXiv:2106.06103) has three stages: text encoder and duration
+predictor, with an output of about 86 frames a second (`front`); a flow from these to latents
+(`flow`); a convolutional decoder from latents to samples. Only the first needs the whole text. The
+others have a bounded receptive field, their halo: run on some of the frames with the halo on both
+sides, they give exactly the samples of a full run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from audio.errors import ModelError
 
-# As exporters of this architecture name the weights of the decoder's and the flow's first layers.
+# Names of the first layers of decoder and flow in exported graphs.
 _DECODER_WEIGHT = "dec.conv_pre.weight"
 _FLOW_PREFIX = "/flow/"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A serialised model; ``halo`` frames on each side are seen beside those that come out."""
+    """A serialised model with a receptive field of ``halo`` frames on each side."""
 
     model: bytes
     inputs: tuple[str, ...]
@@ -36,9 +36,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class VoiceParts:
-    """``front`` gives ``flow`` its inputs (frames, mask), ``flow`` gives ``decoder`` its latents.
+    """The stages: ``front`` -> (frames, mask) -> ``flow`` -> latents -> ``decoder`` -> samples.
 
-    ``hop_len``: samples a frame.
+    ``hop_len``: samples per frame.
     """
 
     front: Part
@@ -48,7 +48,7 @@ class VoiceParts:
 
 
 def split_voice(path: Path) -> VoiceParts:
-    """The parts of the voice in ``path``. Raises ModelError when it is no such voice."""
+    """Split the voice in ``path``. Raises ModelError when it is not a Piper voice."""
     try:
         model = onnx.load(str(path))
     except (DecodeError, OSError, ValueError) as error:
@@ -78,9 +78,9 @@ def split_voice(path: Path) -> VoiceParts:
 
 
 def _flow_inputs(graph: GraphProto, latents: str) -> list[str] | None:
-    """The frames that enter the flow and their mask: what its nodes take from outside.
+    """Names of the flow's inputs (frames, mask); None when the graph has no such flow.
 
-    The flow runs backwards: its first node turns the channels of the frames round.
+    The flow runs in reverse: its first node flips the channels of the frames.
     """
     made_by = {name: node for node in graph.node for name in node.output}
     inside = [n for n in _between(graph, [], [latents]) if n.name.startswith(_FLOW_PREFIX)]
@@ -93,7 +93,7 @@ def _flow_inputs(graph: GraphProto, latents: str) -> list[str] | None:
 
 
 def _between(graph: GraphProto, start: Sequence[str], end: Sequence[str]) -> list[NodeProto]:
-    """The nodes that ``end`` depends on, as far as ``start``, in the order of the graph."""
+    """The nodes between ``start`` and ``end`` in the order of the graph."""
     made_by = {name: index for index, node in enumerate(graph.node) for name in node.output}
     waiting, seen, needed = list(end), set(start), set()
     while waiting:
@@ -125,7 +125,7 @@ def _float_value(name: str) -> onnx.ValueInfoProto:
 
 
 def _halo(nodes: Iterable[NodeProto], start: Sequence[str]) -> tuple[int, int]:
-    """How many frames on each side of one reach its output, and how many samples a frame becomes.
+    """Receptive field in frames on each side, and upsampling factor, of consecutive nodes.
 
     A convolution adds (kernel - 1) / 2 * dilation steps, a transposed one kernel / stride / 2,
     counted in frames at the rate of its input.

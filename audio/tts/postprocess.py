@@ -1,11 +1,10 @@
-"""The sound of one sentence, made ready to be heard while it is still being made.
+"""Streaming post-processing of a synthesized sentence.
 
-Silence before it goes, the pause behind it is what is asked for, its ends are faded, its level is
-the voice's. One gain for all that a voice says: measured on en_US-joe-medium, the loudness of
-clauses lies within 2.5 dB of the mean by itself, and a gain of each clause's own would need the
-clause to be whole.
+Trims leading silence, sets the pause after the sentence, fades both ends and applies the voice's
+gain. One gain per voice: on en_US-joe-medium the loudness of clauses lies within 2.5 dB of the
+mean, and a gain per clause would need the whole clause.
 
-    raw   silence | lead, faded in | speech, handed out as it comes | silence | pause, faded out
+    raw   silence | lead, faded in | speech, passed on as it comes | silence | pause, faded out
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ _FADE_MS = 3
 _WINDOW_MS = 2
 _SILENCE_RMS = 0.004  # at the level of the voice: some 35 dB below its loudest sounds
 _TARGET_RMS = 0.085  # -21 dBFS while there is voice
-_VOICED_RATIO = 0.1  # of the loudest window: what counts for the level
+_VOICED_RATIO = 0.1  # of the loudest window: windows above it count for the level
 _MIN_GAIN, _MAX_GAIN = 0.5, 3.0
-# Peaks above the knee are bent, so that nothing is cut off.
+# Peaks above the knee are compressed instead of clipped.
 _KNEE, _PEAK = 0.8, 0.95
 
 
 def gain_for(raw: Samples, rate_hz: int) -> float:
-    """What brings a voice that sounds like ``raw`` float32 [n] to the usual level."""
+    """Gain that brings a voice like ``raw`` float32 [n] to the target level."""
     rms = _levels(raw, max(1, rate_hz * _WINDOW_MS // 1000))
     loudest = float(rms.max()) if len(rms) else 0.0
     if not loudest:
@@ -36,7 +35,7 @@ def gain_for(raw: Samples, rate_hz: int) -> float:
 
 
 class SpeechPostprocessor:
-    """One sentence: ``feed`` it as it comes, then ``flush``; joined, that is the finished sound."""
+    """One sentence: ``process`` its chunks, then ``flush``; joined, they are the finished audio."""
 
     def __init__(self, rate_hz: int, gain: float, trailing_ms: float) -> None:
         self._gain = gain
@@ -44,13 +43,13 @@ class SpeechPostprocessor:
         self._num_lead = rate_hz * LEAD_MS // 1000
         self._num_fade = rate_hz * _FADE_MS // 1000
         self._num_trailing = round(rate_hz * trailing_ms / 1000)
-        self._waiting: Samples = np.zeros(0, np.float32)  # not handed out
+        self._waiting: Samples = np.zeros(0, np.float32)  # not passed on yet
         self._num_voiced = 0  # of them, up to the end of the last sound
         self._num_judged = 0  # of them
         self._has_begun = False
 
-    def feed(self, raw: Samples) -> Samples:
-        """Takes samples float32 [n] of the network; returns what can be played now."""
+    def process(self, raw: Samples) -> Samples:
+        """Process network output float32 [n]; returns the samples that can be played now."""
         self._waiting = np.concatenate((self._waiting, self._levelled(raw)))
         fresh = self._waiting[self._num_judged :]
         voiced = np.flatnonzero(_levels(fresh, self._window) > _SILENCE_RMS)
@@ -58,16 +57,16 @@ class SpeechPostprocessor:
         if len(voiced):
             if not self._has_begun:
                 self._begin(self._num_judged + int(voiced[0]) * self._window)
-                return self.feed(raw[:0])
+                return self.process(raw[:0])
             self._num_voiced = self._num_judged + (int(voiced[-1]) + 1) * self._window
         self._num_judged += judged
         if not self._has_begun:
             return self._waiting[:0]
-        # The last sound may turn out to be the end, and must then be faded out.
-        return self._hand_out(max(0, self._num_voiced - self._num_fade))
+        # The end of the last sound is held back: it is faded out if it is the end of the sentence.
+        return self._pass_on(max(0, self._num_voiced - self._num_fade))
 
     def flush(self) -> Samples:
-        """The end of the sentence and the pause behind it; nothing when there was no sound."""
+        """The end of the sentence and the pause after it; empty when there was no sound."""
         if not self._has_begun:
             return self._waiting[:0]
         tail = self._waiting[: self._num_voiced + self._num_trailing]
@@ -83,7 +82,7 @@ class SpeechPostprocessor:
         self._has_begun = True
         self._fade(self._waiting, slice(None))
 
-    def _hand_out(self, num_samples: int) -> Samples:
+    def _pass_on(self, num_samples: int) -> Samples:
         ready, self._waiting = self._waiting[:num_samples], self._waiting[num_samples:]
         self._num_voiced -= num_samples
         self._num_judged -= num_samples
@@ -99,7 +98,7 @@ class SpeechPostprocessor:
         return samples.astype(np.float32)
 
     def _fade(self, samples: Samples, order: slice) -> None:
-        """Fade in, or with the order turned round out, in place."""
+        """Fade in, or out with a reversed ``order``, in place."""
         num_fade = min(self._num_fade, len(samples) // 2)
         view = samples[order][:num_fade]
         view *= np.linspace(0.0, 1.0, num_fade, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Speech from text with a Piper voice (VITS in ONNX; rhasspy/piper, OHF-Voice/piper1-gpl).
+"""Speech synthesis with a Piper voice (VITS in ONNX; rhasspy/piper, OHF-Voice/piper1-gpl).
 
-Audio comes in pieces: the first one is short, so that it can be heard while the rest is made, and
-how long the further ones are depends on how busy the machine is. See ``audio.tts.vits``.
+Audio is streamed in pieces: the first one is short, so that it plays while the rest is synthesized;
+the length of later ones depends on the load of the machine. See ``audio.tts.vits``.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _SENTENCE_PAUSE_MS = 220
 _CLAUSE_PAUSE_MS = 90
 _BARE_PAUSE_MS = 30  # no punctuation: the sentence goes on in the next clause
 
-# The voice's level is taken from this.
+# The voice's level is measured on this.
 _SAMPLE = "Hello there, this is a first sentence."
 # The first piece: a quarter of a second, 50 ms of it silence that is cut.
 _MIN_FRAMES = 20
-# Of the audio in hand, what making the next piece may take.
-_MAKING_SHARE = 0.5
-# Where nobody waits a piece is long, since each costs its halos, but never the whole of a long
-# clause: another caller's may be needed at once, and what is being made is made to its end. Half a
-# minute at once also took a gigabyte, which the decoder keeps.
-_PATIENT_S = 2.0
+# Share of the buffered audio's duration that synthesizing the next piece may take.
+_SYNTHESIS_SHARE = 0.5
+# Without urgency pieces are long, since each costs its halos, but limited: another caller's may
+# become urgent, and a running piece is not interrupted. Half a minute in one run also took a
+# gigabyte, which the decoder's session keeps.
+_MAX_PIECE_S = 2.0
 
-# Short clauses come again and again ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
-_MAX_KEPT = 128
-_MAX_KEPT_CHARS = 24
+# Cache of short clauses ("Sure,", "Yes,"): about 1 s of audio each, 100 kB.
+_MAX_CACHED = 128
+_MAX_CACHED_CHARS = 24
 _OPENINGS = ("Sure,", "Yes,", "No,", "Okay,", "Of course,", "Hello!", "Hi!", "I'm sorry,", "Sorry,")
 
 _LETTER_RUN = re.compile(r"\b[A-Z](?: [A-Z])+(?:'s)?\b")
@@ -57,10 +57,10 @@ _LETTER_A = re.compile(r"(?<=[\w,] )A\b(?!['.])")
 
 @dataclass(frozen=True, slots=True)
 class SpeechPiece:
-    """Part of what is said, in order.
+    """Part of the audio of a text, in order.
 
-    ``samples``: float32 [n] at the voice's rate. ``total_len``: samples of the whole, as far as it
-    is known; exact with the last piece.
+    ``samples``: float32 [n] at the voice's rate. ``total_len``: samples of the whole, an estimate
+    until the last piece.
     """
 
     samples: Samples
@@ -96,53 +96,53 @@ class Synthesizer:
         self._length_scale = config.length_scale
         self._sid = config.default_speaker_id if config.num_speakers > 1 else None
         self.sample_rate: int = config.sample_rate
-        self._said: OrderedDict[tuple[str, float], Samples] = OrderedDict()
-        self._said_lock = threading.Lock()
+        self._cache: OrderedDict[tuple[str, float], Samples] = OrderedDict()
+        self._cache_lock = threading.Lock()
         self._gain = self._measure_gain(voice)
 
     def warm_up(self) -> None:
-        """Speaks what many answers begin with; it costs nothing then."""
+        """Synthesize common openings into the cache."""
         for opening in _OPENINGS:
             self.synthesize(opening)
 
     def synthesize(self, text: str, *, speed: float = 1.0) -> Samples:
-        """Speech for ``text`` (English, as it is displayed), float32[n] at ``sample_rate``.
+        """Synthesize ``text`` (English, as displayed): float32 [n] at ``sample_rate``.
 
-        The text is normalised first. At most 10 ms of silence lead; the pause behind suits the
-        last punctuation. Empty for text with nothing to say. ``speed`` in [0.25, 4] shortens the
-        sounds without changing the pitch. Raises AudioError for another speed, ModelError when the
-        network fails.
+        The text is normalised first. At most 10 ms of leading silence; the pause at the end depends
+        on the last punctuation. Empty for text without anything to say. ``speed`` in [0.25, 4]
+        changes the duration but not the pitch. Raises AudioError for another speed, ModelError
+        when the network fails.
         """
         return _joined(piece.samples for piece in self.stream(text, speed=speed, is_urgent=False))
 
     def stream(
         self, text: str, *, speed: float = 1.0, is_urgent: bool = True
     ) -> Iterator[SpeechPiece]:
-        """The same in pieces, as they are made; the first one is there early if ``is_urgent``.
+        """Synthesize in pieces; the first one is short if ``is_urgent``.
 
-        At least one piece comes, an empty one for text with nothing to say.
+        Yields at least one piece, an empty one for text without anything to say.
         """
         if not MIN_SPEED <= speed <= MAX_SPEED:  # also refuses NaN
             raise AudioError(f"speed is {speed}; it must be from {MIN_SPEED} to {MAX_SPEED}")
         key = (text.strip(), speed)
-        with self._said_lock:
-            if (known := self._said.get(key)) is not None:
-                self._said.move_to_end(key)
+        with self._cache_lock:
+            if (known := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
         if known is not None:
             yield SpeechPiece(known.copy(), len(known), is_last=True)
             return
         made: list[Samples] = []
         for piece in self._stream(text, speed, is_urgent=is_urgent):
             made.append(piece.samples)
-            if piece.is_last and len(key[0]) <= _MAX_KEPT_CHARS:
-                self._keep(key, _joined(made))
+            if piece.is_last and len(key[0]) <= _MAX_CACHED_CHARS:
+                self._add_to_cache(key, _joined(made))
             yield piece
 
-    def _keep(self, key: tuple[str, float], samples: Samples) -> None:
-        with self._said_lock:
-            self._said[key] = samples.copy()
-            if len(self._said) > _MAX_KEPT:
-                self._said.popitem(last=False)
+    def _add_to_cache(self, key: tuple[str, float], samples: Samples) -> None:
+        with self._cache_lock:
+            self._cache[key] = samples.copy()
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
 
     def _stream(self, text: str, speed: float, *, is_urgent: bool) -> Iterator[SpeechPiece]:
         spoken = normalize(text)
@@ -167,7 +167,7 @@ class Synthesizer:
     def _speak(
         self, sentences: list[tuple[list[str], float]], speed: float, *, is_urgent: bool
     ) -> Iterator[SpeechPiece]:
-        """Sentences (phonemes, pause behind them in ms) one after the other."""
+        """Synthesize sentences (phonemes, pause after them in ms) in order."""
         made_len = 0
         samples = np.zeros(0, np.float32)
         for number, (phonemes, trailing_ms) in enumerate(sentences):
@@ -175,7 +175,7 @@ class Synthesizer:
             finisher = SpeechPostprocessor(self.sample_rate, self._gain, trailing_ms)
             while not utterance.is_over:
                 num_frames = self._next_len(utterance, made_len if is_urgent else None)
-                samples = finisher.feed(utterance.take(num_frames))
+                samples = finisher.process(utterance.decode_frames(num_frames))
                 made_len += len(samples)
                 num_left = (utterance.num_frames - utterance.num_made) * self._net.hop_len
                 if num_left and len(samples):
@@ -192,35 +192,35 @@ class Synthesizer:
         return self._net.open(ids, scales, self._sid)
 
     def _next_len(self, utterance: Utterance, made_len: int | None) -> int:
-        """Frames of the next piece: so many that making them, and then the shortest piece behind
-        them, takes less than what was made lasts. None: there is no hurry."""
+        """Frames of the next piece, few enough that it is ready before the audio made so far has
+        played. ``made_len``: samples made; None: not urgent."""
         left = utterance.num_frames - utterance.num_made
-        patient = round(_PATIENT_S * self.sample_rate / self._net.hop_len)
+        max_len = round(_MAX_PIECE_S * self.sample_rate / self._net.hop_len)
         if made_len is None:
-            return left if left <= patient * 3 // 2 else patient
+            return left if left <= max_len * 3 // 2 else max_len
         frame_s, cost_s = self._net.hop_len / self.sample_rate, self._net.decode_s
         around = 2 * self._net.halo_len
         if not made_len:
             next_s = (_MIN_FRAMES + around) * cost_s
-            num_frames = max(_MIN_FRAMES, round(next_s / _MAKING_SHARE / frame_s))
+            num_frames = max(_MIN_FRAMES, round(next_s / _SYNTHESIS_SHARE / frame_s))
         else:
             in_hand_s = made_len / self.sample_rate
-            num_frames = max(_MIN_FRAMES, round(in_hand_s * _MAKING_SHARE / cost_s) - around)
-            num_frames = min(num_frames, patient)
-        # A short rest is not worth a piece of its own.
+            num_frames = max(_MIN_FRAMES, round(in_hand_s * _SYNTHESIS_SHARE / cost_s) - around)
+            num_frames = min(num_frames, max_len)
+        # A short remainder is not worth a piece of its own.
         return left if left <= num_frames + _MIN_FRAMES // 2 else num_frames
 
     def _measure_gain(self, voice: Path) -> float:
         try:
             (phonemes, *_) = self._phonemes.phonemize(_SAMPLE)
             utterance = self._open(phonemes, 1.0)
-            return gain_for(utterance.take(utterance.num_frames), self.sample_rate)
+            return gain_for(utterance.decode_frames(utterance.num_frames), self.sample_rate)
         except _FAILURES as error:
             raise ModelError(f"{voice} does not speak: {error}") from error
 
 
 def pause_ms(last_char: str) -> int:
-    """The silence that belongs behind a clause ending in ``last_char``."""
+    """Pause in ms after a clause that ends in ``last_char``."""
     if last_char and last_char in ".!?…。！？":
         return _SENTENCE_PAUSE_MS
     if last_char and last_char in ",;:—–-，、；：":
@@ -229,16 +229,16 @@ def pause_ms(last_char: str) -> int:
 
 
 def pronounceable(spoken: str) -> str:
-    """``spoken`` in the spelling that espeak-ng reads rightly.
+    """Respell ``spoken`` so that espeak-ng pronounces it correctly.
 
-    Letters one by one become "A.P.I": alone, a capital A is read as the article.
+    Spelled letters become "A.P.I": a capital A by itself is read as the article.
     """
     dotted = _LETTER_RUN.sub(lambda m: m[0].replace(" ", "."), spoken)
     return _LETTER_A.sub("eigh", dotted)
 
 
 def split_long(spoken: str, max_chars: int) -> list[str]:
-    """``spoken`` in pieces of at most ``max_chars``, cut at sentences, else commas, else words."""
+    """Split ``spoken`` into pieces of ``max_chars`` at sentences, else commas, else words."""
     pieces: list[str] = []
     rest = spoken.strip()
     while len(rest) > max_chars:

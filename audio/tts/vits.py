@@ -1,6 +1,6 @@
-"""The network of a Piper voice: phoneme ids to samples, a few frames at a time.
+"""Inference of a Piper voice: phoneme ids to samples, a few frames at a time.
 
-    frames   made | halo | [start, end) wanted now | halo | not needed yet
+    frames   decoded | halo | [start, end) now | halo | later
 
 Measured on two busy cores of an AMD EPYC with en_US-joe-medium (compare, do not quote): of a clause
 of six words (160 frames) the front takes 13 %, the flow 17 %, the decoder 70 %. Two threads cost 15
@@ -22,34 +22,34 @@ from audio.frame import Samples
 from audio.onnx_session import open_session
 from audio.tts.graph_split import split_voice
 
-# Of a new cost per frame, in the running mean.
+# Weight of a new measurement in the running mean of the cost per frame.
 _COST_WEIGHT = 0.2
 
 
 class VitsSession:
-    """The three parts of the network, shared by all callers and threads."""
+    """The three stages of the network; thread-safe, shared by all callers."""
 
     def __init__(self, path: Path, num_threads: int = 1) -> None:
-        """Raises ModelError when ``path`` is no Piper voice."""
+        """Load ``path``. Raises ModelError when it is not a Piper voice."""
         parts = split_voice(path)
         self.hop_len = parts.hop_len
-        """Samples a frame."""
+        """Samples per frame."""
         self.halo_len = parts.decoder.halo
-        """Frames that are decoded in vain on each side of a part."""
+        """Receptive field of the decoder in frames on each side."""
         self.decode_s = 0.001
-        """What a frame costs the decoder, a running mean: it tells how busy the machine is."""
+        """Decoding time per frame, a running mean; it rises with the load of the machine."""
         self.flow_halo_len = parts.flow.halo
-        """Frames on each side of a part that the flow must see."""
+        """Receptive field of the flow in frames on each side."""
         what = f"the voice {path}"
         self._front = open_session(parts.front.model, num_threads, what)
         self._flow = open_session(parts.flow.model, num_threads, what)
         self._decoder = open_session(parts.decoder.model, num_threads, what)
 
     def open(self, phoneme_ids: list[int], scales: list[float], sid: int | None) -> Utterance:
-        """What is to be said, not yet decoded.
+        """Run the front on a sentence; its frames are not decoded yet.
 
-        ``scales``: noise, length, noise of the durations. ``sid``: the speaker, if there are
-        several. Raises one of onnx_session.ORT_ERRORS.
+        ``scales``: noise, length, duration noise. ``sid``: speaker id of a multi-speaker voice.
+        Raises one of onnx_session.ORT_ERRORS.
         """
         feed: dict[str, NDArray[Any]] = {
             "input": np.array([phoneme_ids], np.int64),
@@ -59,13 +59,13 @@ class VitsSession:
         return Utterance(self, _run(self._front, feed | _speaker(sid)), sid)
 
     def latents(self, frames: Samples, sid: int | None) -> Samples:
-        """The flow: frames float32 [1, channels, n] to latents of the same shape."""
+        """Run the flow: frames float32 [1, channels, n] to latents of the same shape."""
         mask = np.ones((1, 1, frames.shape[2]), np.float32)
         names = [item.name for item in self._flow.get_inputs() if item.name != "sid"]
         return _run(self._flow, dict(zip(names, (frames, mask), strict=True)) | _speaker(sid))
 
     def samples(self, latents: Samples, sid: int | None) -> Samples:
-        """The decoder: latents float32 [1, channels, n] to samples [n * hop_len]."""
+        """Run the decoder: latents float32 [1, channels, n] to samples [n * hop_len]."""
         begun_s = time.perf_counter()
         (name,) = [item.name for item in self._decoder.get_inputs() if item.name != "sid"]
         made = _run(self._decoder, {name: latents} | _speaker(sid)).reshape(-1)
@@ -75,7 +75,7 @@ class VitsSession:
 
 
 class Utterance:
-    """One sentence in the making. Not to be used by two threads at a time."""
+    """Synthesis of one sentence. Not thread-safe."""
 
     def __init__(self, net: VitsSession, frames: Samples, sid: int | None) -> None:
         """``frames``: float32 [1, channels, n]."""
@@ -85,17 +85,17 @@ class Utterance:
         self._latents = frames[:, :, :0]
         self.num_frames: int = frames.shape[2]
         self.num_made = 0
-        """Frames whose samples were taken."""
+        """Frames decoded so far."""
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left to take."""
+        """True when all frames are decoded."""
         return self.num_made >= self.num_frames
 
-    def take(self, num_frames: int) -> Samples:
-        """The next ``num_frames``, or what is left: samples float32 [frames * hop_len].
+    def decode_frames(self, num_frames: int) -> Samples:
+        """Decode the next ``num_frames``, or what is left: samples float32 [frames * hop_len].
 
-        They are those of a run over the whole sentence. Raises one of onnx_session.ORT_ERRORS.
+        Equal to those of a run over the whole sentence. Raises one of onnx_session.ORT_ERRORS.
         """
         start, end = self.num_made, min(self.num_made + num_frames, self.num_frames)
         halo = self._net.halo_len
@@ -107,11 +107,11 @@ class Utterance:
         return samples[(start - first) * hop : (end - first) * hop]
 
     def _extend(self, end: int) -> None:
-        """Have latents up to ``end`` at least."""
+        """Compute latents up to ``end`` at least."""
         known, halo = self._latents.shape[2], self._net.flow_halo_len
         if end <= known:
             return
-        # A further run would see 2 * halo frames again: not for a rest shorter than that.
+        # A further run repeats 2 * halo frames: not worth it for a shorter remainder.
         if self.num_frames - end <= 2 * halo:
             end = self.num_frames
         first, last = max(0, known - halo), min(end + halo, self.num_frames)

@@ -31,15 +31,15 @@ from numpy.typing import NDArray
 from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.endpointing.prosody import Prosody
 from audio.endpointing.semantic import (
-    WAITS,
+    ENDPOINTING_DELAYS,
     Eagerness,
-    ear_signs,
-    heard_sign,
-    logprob_sign,
-    mark_signs,
-    prosody_signs,
-    wait_ms,
-    words_signs,
+    choose_delay_ms,
+    logprob_feature,
+    probe_features,
+    prosody_features,
+    punctuation_features,
+    smart_turn_feature,
+    text_features,
 )
 from bench.harness.plot import Chart, Line, to_svg
 from bench.harness.results import Cell, Result, add_json_option, report
@@ -136,12 +136,12 @@ def _print_weights(parts: dict[str, Array], is_end: NDArray[np.bool_]) -> None:
 
 def _prosody(event: dict[str, Any]) -> tuple[float, ...]:
     levels, rest = event["prosody"][:3], event["prosody"][3:]
-    return prosody_signs(Prosody(tuple(levels), *rest))
+    return prosody_features(Prosody(tuple(levels), *rest))
 
 
 def _logprob(event: dict[str, Any]) -> float:
     value = event["end_logprob"]
-    return logprob_sign(-np.inf if value is None else float(value))
+    return logprob_feature(-np.inf if value is None else float(value))
 
 
 def _fit(
@@ -214,10 +214,10 @@ def _in_use(
     pauses: Array,
 ) -> tuple[float, tuple[Cell, ...]]:
     """The product's waits with cross-validated scores: mean silence, and the row of the table."""
-    waits = WAITS[eagerness]
+    waits = ENDPOINTING_DELAYS[eagerness]
     found = np.array(
         [
-            wait_ms(score, event["text"], waits, is_heard=True)
+            choose_delay_ms(score, event["text"], waits, has_probe=True)
             for score, event in zip(scores, events, strict=True)
         ]
     )
@@ -259,16 +259,18 @@ def measure(options: argparse.Namespace) -> tuple[Result, Result]:
     odds = examples.cross_fitted(np.array([e["tail"] for e in events]), speakers)
     model = [_logprob(e) for e in events]
     tail = np.array(
-        [ear_signs(o, e["text"], m) for o, e, m in zip(odds, events, model, strict=True)]
+        [probe_features(o, e["text"], m) for o, e, m in zip(odds, events, model, strict=True)]
     )
     parts = {
-        "words": np.array([words_signs(e["text"]) for e in events]),
+        "words": np.array([text_features(e["text"]) for e in events]),
         "prosody": np.array([_prosody(e) for e in events]),
         "model": np.array(model)[:, None],
-        "marks": np.array([mark_signs(PunctuationLogprobs(*e["end_marks"][:6])) for e in events]),
+        "marks": np.array(
+            [punctuation_features(PunctuationLogprobs(*e["end_marks"][:6])) for e in events]
+        ),
         "tail": tail[:, :-1],
         "tail, model": tail[:, -1:],
-        "heard": np.array([[heard_sign(e["turn_model"])] for e in events]),
+        "heard": np.array([[smart_turn_feature(e["turn_model"])] for e in events]),
     }
     by_features = Result(
         ("features", "AUC", "AUC, natural pauses", "p50 at 5% cut, ms", "mean at 5% cut, ms"),

@@ -25,9 +25,9 @@ from app.config import load_settings
 from app.conversation.input.endpointing import end_of_turn_logprob
 from app.models.store import ModelStore
 from audio.asr.recognizer import Recognizer
-from audio.endpointing.prosody import measure_end
-from audio.endpointing.smart_turn import TurnModel
-from audio.endpointing.speech_offset import find_voice_end
+from audio.endpointing.prosody import measure_prosody
+from audio.endpointing.smart_turn import SmartTurnModel
+from audio.endpointing.speech_offset import find_speech_offset
 from audio.endpointing.vad_endpointer import (
     Endpointer,
     ServerVadConfig,
@@ -60,7 +60,7 @@ async def collect(options: argparse.Namespace) -> None:
     settings = load_settings()
     store = ModelStore(settings.home)
     recognizer, (voice, vad) = installed_recognizer(), installed_voice()
-    turn_model = TurnModel(store.resolve("package:smart-turn-v3.2"))
+    turn_model = SmartTurnModel(store.resolve("package:smart-turn-v3.2"))
     rng = np.random.default_rng(1)
     config = EngineConfig(model_path=str(store.resolve(settings.llm_model)), max_context=1024)
     engine = await EngineClient.start(config)
@@ -108,7 +108,7 @@ def _pauses(
     samples: Samples,
     vad: VadModel,
     recognizer: Recognizer,
-    turn_model: TurnModel,
+    turn_model: SmartTurnModel,
     words: list[Word],
     spliced_at: float | None,
 ) -> Iterator[dict[str, Any]]:
@@ -128,7 +128,7 @@ def _pauses(
         if spliced_at is not None and (is_end or not is_spliced):
             continue
         turn = audio[start:at]
-        prosody = measure_end(turn, find_voice_end(turn, voiced - start))
+        prosody = measure_prosody(turn, find_speech_offset(turn, voiced - start))
         heard = recognizer.transcribe(turn)
         if not heard.text:
             continue
@@ -145,8 +145,10 @@ def _pauses(
                 *(prosody.last_run_s, prosody.pitched_share),
             ),
             "turn_model": turn_model.probability(audio[start:later]),
-            "end_marks": None if heard.end_marks is None else astuple(heard.end_marks),
-            "tail": None if heard.tail is None else np.round(heard.tail, 4).tolist(),
+            "end_marks": None if heard.punctuation is None else astuple(heard.punctuation),
+            "tail": None
+            if heard.pooled_features is None
+            else np.round(heard.pooled_features, 4).tolist(),
         }
 
 
@@ -157,7 +159,7 @@ def _voice_pauses(audio: Samples, vad: VadModel) -> tuple[int, list[tuple[int, i
     found: list[tuple[int, int, int | None]] = []
     for i, probability in enumerate(vad.probabilities(audio)):
         now = (i + 1) * WINDOW_SAMPLES
-        for event in endpointer.feed(float(probability), now - WINDOW_SAMPLES, now):
+        for event in endpointer.process_window(float(probability), now - WINDOW_SAMPLES, now):
             if isinstance(event, VoiceStarted):
                 start = event.start_sample if start is None else start
             elif isinstance(event, VoicePaused):

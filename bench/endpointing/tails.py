@@ -48,7 +48,7 @@ def collect(options: argparse.Namespace) -> None:
             if len(words) < 2:
                 continue
             for audio, is_end, is_natural in _examples(samples, words, kind, rng):
-                tail = recognizer.transcribe(audio).tail
+                tail = recognizer.transcribe(audio).pooled_features
                 if tail is not None:
                     rows.append((tail, is_end, is_natural, speaker(name)))
     tails, is_end, is_natural, speakers = map(list, zip(*rows, strict=True))

@@ -142,8 +142,10 @@ def events(samples: Samples, vad: VadModel) -> list[VoiceEvent]:
     """Events of the default endpointer."""
     endpointer, stream = Endpointer(ServerVadConfig()), VadStream(vad)
     found: list[VoiceEvent] = []
-    for i, probability in enumerate(stream.feed(samples)):
-        found += endpointer.feed(probability, i * WINDOW_SAMPLES, (i + 1) * WINDOW_SAMPLES)
+    for i, probability in enumerate(stream.detect(samples)):
+        found += endpointer.process_window(
+            probability, i * WINDOW_SAMPLES, (i + 1) * WINDOW_SAMPLES
+        )
     return found
 
 

@@ -72,7 +72,7 @@ def sentences(voice: Synthesizer) -> Iterable[tuple[list[str], Samples, list[Pla
         utterance = voice._open(phonemes, 1.0)
         places = places_of(voice, phonemes, utterance._frames[0])
         if len(places) == len(said):
-            sound = at_16k(0.5 * utterance.take(utterance.num_frames), voice.sample_rate)
+            sound = at_16k(0.5 * utterance.decode_frames(utterance.num_frames), voice.sample_rate)
             lead, tail = silence(round(_LEAD_S * SPEECH_RATE)), silence(SPEECH_RATE // 2)
             moved = [(_LEAD_S + start_s, _LEAD_S + end_s) for start_s, end_s in places]
             yield said, np.concatenate((lead, sound, tail)), moved
@@ -105,7 +105,7 @@ def errors(
     """Errors of starts and ends in ms, [words, 2]; words transcribed wrongly are left out."""
     found = []
     for said, samples, places in speech:
-        words = recognizer.locate(recognizer.transcribe(samples, keeps_sound=True))
+        words = recognizer.align_words(recognizer.transcribe(samples, keep_encoder_output=True))
         if len(words) != len(said):
             continue
         for word, expected, (start_s, end_s) in zip(words, said, places, strict=True):
@@ -142,9 +142,9 @@ def measure(data: Path) -> Result:
     for path in sorted((data / "speech").glob("*.flac")):
         samples = load_speech(path)
         times_s = [time.perf_counter()]
-        transcript = recognizer.transcribe(samples, keeps_sound=True)
+        transcript = recognizer.transcribe(samples, keep_encoder_output=True)
         times_s.append(time.perf_counter())
-        recognizer.locate(transcript)
+        recognizer.align_words(transcript)
         times_s.append(time.perf_counter())
         shares.append((times_s[2] - times_s[1]) / (times_s[1] - times_s[0]))
     result.notes = (

@@ -13,8 +13,8 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.asr.recognizer import Recognizer, Transcript
 from audio.codecs import PCMA_8K, PCMU_8K, AudioFormat, decode, encode
-from audio.endpointing.speech_offset import find_voice_end
-from audio.errors import AudioError, AudioFormatError, ModelError, NotWantedError
+from audio.endpointing.speech_offset import find_speech_offset
+from audio.errors import AbandonedError, AudioError, AudioFormatError, ModelError
 from audio.frame import SPEECH_RATE, silence
 from audio.resample import resample
 from audio.vad import VadModel
@@ -178,7 +178,7 @@ def test_work_that_nobody_waits_for_is_given_up(recognizer: Recognizer, voice: V
         asked.append(None)
         return len(asked) < 2
 
-    with pytest.raises(NotWantedError):
+    with pytest.raises(AbandonedError):
         recognizer.transcribe(audio, is_wanted=is_wanted)
     assert len(asked) == 2, "between the encoder and the decoder"
 
@@ -226,18 +226,18 @@ def test_behind_a_whole_sentence_a_full_stop_is_expected_and_behind_half_of_it_n
     whole = recognizer.transcribe(samples)
     half = recognizer.transcribe(np.concatenate((samples[: samples.size // 2], silence(3_200))))
     assert whole.text == text
-    assert whole.end_marks is not None and half.end_marks is not None
+    assert whole.punctuation is not None and half.punctuation is not None
     ends = [
         np.exp(marks.period) + np.exp(marks.question) + np.exp(marks.exclamation)
-        for marks in (whole.end_marks, half.end_marks)
+        for marks in (whole.punctuation, half.punctuation)
     ]
     assert ends[0] > 0.6 and ends[1] < 0.65 * ends[0], (half.text, ends)
     chances = np.exp(
-        [getattr(whole.end_marks, name) for name in PunctuationLogprobs.__dataclass_fields__]
+        [getattr(whole.punctuation, name) for name in PunctuationLogprobs.__dataclass_fields__]
     )
     assert 0.5 < chances.sum() <= 1.0
     nothing = recognizer.transcribe(np.zeros(16_000, np.float32))
-    assert nothing.end_marks is None and nothing.end_odds is None
+    assert nothing.punctuation is None and nothing.end_of_turn_logit is None
 
 
 def test_its_encoder_tells_an_end_from_a_break(
@@ -246,16 +246,18 @@ def test_its_encoder_tells_an_end_from_a_break(
     for name in ("sb_birch", "sb_calc", "ls_3005-163389-0005"):
         samples = recordings.samples(f"speech/{name}.flac")
         windows = np.flatnonzero(VadModel().probabilities(samples) >= 0.5)
-        voice_len = find_voice_end(samples, min((int(windows[-1]) + 1) * 512, samples.size))
+        voice_len = find_speech_offset(samples, min((int(windows[-1]) + 1) * 512, samples.size))
         silence = np.zeros(1_600, np.float32)
-        end = recognizer.transcribe(np.concatenate((samples[:voice_len], silence))).end_odds
+        end = recognizer.transcribe(
+            np.concatenate((samples[:voice_len], silence))
+        ).end_of_turn_logit
         half = np.concatenate((samples[: voice_len // 2], silence))
-        middle = recognizer.transcribe(half).end_odds
+        middle = recognizer.transcribe(half).end_of_turn_logit
         assert end is not None and middle is not None
         assert end > 1 > -1 > middle, (name, end, middle)
         # The rule was not fitted to long silences, and says nothing behind them.
         late = np.concatenate((samples[:voice_len], np.zeros(8_000, np.float32)))
-        assert recognizer.transcribe(late).end_odds is None
+        assert recognizer.transcribe(late).end_of_turn_logit is None
 
 
 def test_where_others_wait_nothing_is_lost(recognizer: Recognizer, recordings: Recordings) -> None:
@@ -263,7 +265,7 @@ def test_where_others_wait_nothing_is_lost(recognizer: Recognizer, recordings: R
     first = recordings.samples("speech/ls_1688-142285-0000.flac")[int(9.6 * SPEECH_RATE) :]
     second = recordings.samples("speech/ls_1688-142285-0001.flac")[: int(5.6 * SPEECH_RATE)]
     audio = np.concatenate([first, silence(SPEECH_RATE // 2), second])
-    transcript = recognizer.transcribe(audio, is_brief=True)
+    transcript = recognizer.transcribe(audio, skip_thorough=True)
     words = normal(transcript.text)
     assert "too much of ste" in words and "said mister hale" in words, words
     assert transcript.encoder_frames <= 1_500 * (1 + transcript.num_fallbacks), "no long step"

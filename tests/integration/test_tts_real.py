@@ -181,12 +181,12 @@ def test_any_number_of_frames_at_a_time_gives_the_same_samples(
     net = VitsSession(tts_voice_path)
     ids = [1, *np.random.default_rng(0).integers(3, 60, 50).tolist(), 2]
     whole = net.open(ids, [0.0, 1.0, 0.0], None)
-    expected = whole.take(whole.num_frames)
+    expected = whole.decode_frames(whole.num_frames)
     assert len(expected) == whole.num_frames * net.hop_len
     utterance = net.open(ids, [0.0, 1.0, 0.0], None)
     taken = []
     while not utterance.is_over and len(taken) < 8:
-        taken.append(utterance.take(num_frames))
+        taken.append(utterance.decode_frames(num_frames))
     joined = np.concatenate(taken)
     np.testing.assert_allclose(joined, expected[: len(joined)], atol=1e-4)
 

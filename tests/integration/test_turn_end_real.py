@@ -12,9 +12,9 @@ import pytest
 from app.config import DEFAULT_INSTRUCTIONS
 from app.conversation.input.endpointing import end_of_turn_logprob
 from audio.asr.recognizer import Recognizer
-from audio.endpointing.prosody import measure_end
-from audio.endpointing.semantic import WAITS, Evidence, silence_ms
-from audio.endpointing.speech_offset import find_voice_end
+from audio.endpointing.prosody import measure_prosody
+from audio.endpointing.semantic import ENDPOINTING_DELAYS, Evidence, endpointing_delay_ms
+from audio.endpointing.speech_offset import find_speech_offset
 from audio.endpointing.vad_endpointer import (
     Endpointer,
     ServerVadConfig,
@@ -50,7 +50,7 @@ def pauses(samples: Samples, vad: VadModel) -> Iterator[Pause]:
     start, voiced, at = None, 0, 0
     for i, probability in enumerate(vad.probabilities(audio)):
         now = (i + 1) * WINDOW_SAMPLES
-        for event in endpointer.feed(float(probability), now - WINDOW_SAMPLES, now):
+        for event in endpointer.process_window(float(probability), now - WINDOW_SAMPLES, now):
             if isinstance(event, VoiceStarted) and start is None:
                 start = event.start_sample
             elif isinstance(event, VoicePaused):
@@ -58,7 +58,9 @@ def pauses(samples: Samples, vad: VadModel) -> Iterator[Pause]:
             elif isinstance(event, VoiceResumed):
                 assert start is not None
                 length_ms = (event.sample - voiced) * 1000 / SPEECH_RATE
-                if length_ms > min(w.sure for w in WAITS.values()):  # else it ends nothing
+                if length_ms > min(
+                    w.min_ms for w in ENDPOINTING_DELAYS.values()
+                ):  # else it ends nothing
                     yield Pause(audio[start:at], voiced - start, length_ms)
     assert start is not None
     yield Pause(audio[start:at], voiced - start, None)
@@ -86,18 +88,24 @@ async def test_pauses_in_mid_sentence_are_waited_for_and_ends_are_found(
                 text = heard.text
                 prompt = [ChatMessage("system", DEFAULT_INSTRUCTIONS), ChatMessage("user", text)]
                 logprob = await end_of_turn_logprob(engine, prompt, timeout_s=20.0)
-                prosody = measure_end(pause.turn, find_voice_end(pause.turn, pause.voiced_len))
-                evidence = Evidence(
-                    text, prosody, logprob, end_marks=heard.end_marks, end_odds=heard.end_odds
+                prosody = measure_prosody(
+                    pause.turn, find_speech_offset(pause.turn, pause.voiced_len)
                 )
-                found.append((pause.length_ms, silence_ms(evidence), text, evidence))
-            *inside, (_, wait_ms, whole, _) = found
-            missed += [(name, whole)] if wait_ms > LONGEST_MS else []
-            for length_ms, wait_ms, text, evidence in inside:
+                evidence = Evidence(
+                    text,
+                    prosody,
+                    logprob,
+                    punctuation=heard.punctuation,
+                    end_of_turn_logit=heard.end_of_turn_logit,
+                )
+                found.append((pause.length_ms, endpointing_delay_ms(evidence), text, evidence))
+            *inside, (_, delay_ms, whole, _) = found
+            missed += [(name, whole)] if delay_ms > LONGEST_MS else []
+            for length_ms, delay_ms, text, evidence in inside:
                 if length_ms <= LONGEST_MS and not ends_sentence(text, whole):
                     num_pauses += 1
-                    cut += [(name, length_ms, wait_ms, text)] if length_ms > wait_ms else []
-                    patient_ms = silence_ms(evidence, "low")
+                    cut += [(name, length_ms, delay_ms, text)] if length_ms > delay_ms else []
+                    patient_ms = endpointing_delay_ms(evidence, "low")
                     hasty += [(name, length_ms, patient_ms)] if patient_ms < length_ms else []
     finally:
         await engine.close()

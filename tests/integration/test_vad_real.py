@@ -35,9 +35,9 @@ def events(
     audio = np.concatenate([samples, np.zeros(16_000, np.float32)])
     found = []
     for chunk in np.split(audio, range(320, audio.size, 320)):
-        start = vad.num_samples_judged
-        for probability in vad.feed(chunk):
-            found += endpointer.feed(probability, start, start + WINDOW_SAMPLES)
+        start = vad.num_samples_scored
+        for probability in vad.detect(chunk):
+            found += endpointer.process_window(probability, start, start + WINDOW_SAMPLES)
             start += WINDOW_SAMPLES
     return found
 
@@ -48,7 +48,7 @@ def test_streaming_equals_faster_whisper(model: VadModel, voice: Voice) -> None:
     reference = get_vad_model()(samples.copy()).reshape(-1)
     vad = VadStream(model)
     streamed = [
-        p for chunk in np.split(samples, range(0, samples.size, 331)) for p in vad.feed(chunk)
+        p for chunk in np.split(samples, range(0, samples.size, 331)) for p in vad.detect(chunk)
     ]
     assert len(streamed) == len(reference)
     # faster-whisper zeroes the end of its last window by mistake, so that one differs.
@@ -60,7 +60,7 @@ def test_the_last_incomplete_window_is_filled_up(model: VadModel, voice: Voice) 
     samples = voice.say(MONOLOGUE).samples()[: 40 * WINDOW_SAMPLES + 100]
     padded = np.concatenate([samples, np.zeros(WINDOW_SAMPLES - 100, np.float32)])
     np.testing.assert_allclose(
-        model.probabilities(samples), VadStream(model).feed(padded), atol=1e-5
+        model.probabilities(samples), VadStream(model).detect(padded), atol=1e-5
     )
     assert model.probabilities(samples[:0]).shape == (0,)
 

@@ -18,7 +18,7 @@ import pytest
 from app.clients.recording import RATE
 from app.clients.talk import CHUNK_SAMPLES, CallerAudio, load_caller_audio
 from app.conversation.input.audio_input import AudioInput
-from app.conversation.input.user_turn import place_of_end
+from app.conversation.input.user_turn import final_speech_offset
 from app.conversation.session_config import SessionConfig, TurnDetection
 from audio.endpointing.vad_endpointer import VoiceEnded
 from audio.tts.synthesizer import Synthesizer
@@ -91,12 +91,12 @@ def end_by_trace_ms(audio: CallerAudio, vad: VadModel, phase_ms: int) -> float |
     found: float | None = None
     for packet, now_ns in spoken(audio, phase_ms):
         for samples in listener.decode(packet):
-            for event in listener.feed(samples, now_ns):
+            for event in listener.process_audio(samples, now_ns):
                 if isinstance(event, VoiceEnded):
                     start = listener.kept_from
-                    turn = listener.take(start, event.at_sample)
-                    place = place_of_end(listener, turn, start, event.last_voiced_sample)
-                    found = (place.spoken_ns - START_NS) / 1e6
+                    turn = listener.read_turn(start, event.at_sample)
+                    offset = final_speech_offset(turn, start, event.last_voiced_sample)
+                    found = (listener.captured_at_ns(start + offset) - START_NS) / 1e6
     return found
 
 

@@ -54,8 +54,8 @@ def check(words: Sequence[WordTime], transcript: Transcript) -> None:
 def test_sentences_are_found_where_they_are(recognizer: Recognizer, voice: Voice) -> None:
     texts = ("The weather is fine today.", "Where do you want to go?", "I would like some coffee.")
     audio, places = joined([trimmed(voice.samples(text)) for text in texts], lead_s=1.7, gap_s=0.9)
-    transcript = recognizer.transcribe(audio, keeps_sound=True)
-    words = recognizer.locate(transcript)
+    transcript = recognizer.transcribe(audio, keep_encoder_output=True)
+    words = recognizer.align_words(transcript)
     check(words, transcript)
     assert words_of(transcript.text) == words_of(" ".join(texts))
     first = 0
@@ -69,8 +69,8 @@ def test_sentences_are_found_where_they_are(recognizer: Recognizer, voice: Voice
 def test_words_are_found_where_they_are(recognizer: Recognizer, voice: Voice) -> None:
     said = ("apple", "window", "monday", "garden", "yellow", "seven", "river", "camera")
     audio, places = joined([trimmed(voice.samples(word)) for word in said], lead_s=0.3, gap_s=0.25)
-    transcript = recognizer.transcribe(audio, keeps_sound=True)
-    words = recognizer.locate(transcript)
+    transcript = recognizer.transcribe(audio, keep_encoder_output=True)
+    words = recognizer.align_words(transcript)
     check(words, transcript)
     heard = words_of(transcript.text).split()
     assert len(words) == len(heard)
@@ -87,8 +87,8 @@ def test_words_are_found_where_they_are(recognizer: Recognizer, voice: Voice) ->
 
 def check_within_voice(recognizer: Recognizer, samples: Samples) -> None:
     """Each word has a time of its own, and none takes longer than words do."""
-    transcript = recognizer.transcribe(samples, keeps_sound=True)
-    words = recognizer.locate(transcript)
+    transcript = recognizer.transcribe(samples, keep_encoder_output=True)
+    words = recognizer.align_words(transcript)
     check(words, transcript)
     assert all(word.end_s - word.start_s < 2.0 for word in words), words
     assert words[-1].tokens
@@ -112,9 +112,9 @@ def test_each_word_of_people_has_its_time(recognizer: Recognizer, recordings: Re
 def test_pieces_count_from_the_beginning(recognizer: Recognizer, voice: Voice) -> None:
     once = voice.say(MONOLOGUE).samples()  # longer than one piece
     audio = np.concatenate([silence(3 * SPEECH_RATE), once, silence(SPEECH_RATE), once])
-    transcript = recognizer.transcribe(audio, keeps_sound=True)
-    words = recognizer.locate(transcript)
-    assert len(transcript.parts) > 2
+    transcript = recognizer.transcribe(audio, keep_encoder_output=True)
+    words = recognizer.align_words(transcript)
+    assert len(transcript.segments) > 2
     check(words, transcript)
     assert 3.0 <= words[0].start_s < 4.0
     later_s = once.size / SPEECH_RATE + 1.0
@@ -125,20 +125,22 @@ def test_pieces_count_from_the_beginning(recognizer: Recognizer, voice: Voice) -
 
 def test_what_was_not_kept_is_heard_again(recognizer: Recognizer, voice: Voice) -> None:
     samples = voice.say(DOG_OR_CAT).samples()
-    kept, bare = (recognizer.transcribe(samples, keeps_sound=keeps) for keeps in (True, False))
-    assert kept.parts[0].sound is not None and bare.parts[0].sound is None
-    pairs = zip(recognizer.locate(kept), recognizer.locate(bare), strict=True)
+    kept, bare = (
+        recognizer.transcribe(samples, keep_encoder_output=keeps) for keeps in (True, False)
+    )
+    assert kept.segments[0].encoder_output is not None and bare.segments[0].encoder_output is None
+    pairs = zip(recognizer.align_words(kept), recognizer.align_words(bare), strict=True)
     assert all(abs(one.start_s - other.start_s) < 0.2 for one, other in pairs)
 
 
 def test_nothing_said_has_no_times(recognizer: Recognizer) -> None:
     transcript = recognizer.transcribe(silence(SPEECH_RATE))
-    assert recognizer.locate(transcript) == ()
+    assert recognizer.align_words(transcript) == ()
 
 
 def test_a_very_short_piece_can_be_aligned(recognizer: Recognizer, voice: Voice) -> None:
     yes = trimmed(voice.samples("Yes."))
     assert yes.size < 0.7 * SPEECH_RATE
-    transcript = recognizer.transcribe(yes, keeps_sound=True)
+    transcript = recognizer.transcribe(yes, keep_encoder_output=True)
     assert transcript.text
-    check(recognizer.locate(transcript), transcript)
+    check(recognizer.align_words(transcript), transcript)

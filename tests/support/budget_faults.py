@@ -56,7 +56,7 @@ def inject(c: Call, network: StalledNetwork, fault: str, size: float) -> None:
     that does nothing for a second, a voice that takes 0.3 s a word."""
     assert isinstance(c.engine, PacedEngine) and c.paced is not None
     voice_s = 0.02 + (0.28 * size if fault == "tts" else 0.0)
-    c.paced.delays_s["_synthesize"] = lambda job: voice_s * len(job.args[0].split())
+    c.paced.delays_s["_synthesize_first"] = lambda job: voice_s * len(job.args[0].split())
     c.paced.delays_s["transcribe"] = 0.08 + (0.5 * size if fault == "asr" else 0.0)
     c.engine.queue_s = 1.0 * size if fault == "engine" else 0.002
     c.engine.token_s = 0.02

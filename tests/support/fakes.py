@@ -31,6 +31,7 @@ from audio.asr.hallucination_filter import PunctuationLogprobs
 from audio.asr.recognizer import Transcript
 from audio.asr.word_timing import WordTime
 from audio.tts.synthesizer import SpeechPiece
+from audio.vad import VadWindows
 from llm_core import (
     Alternative,
     ChatMessage,
@@ -126,16 +127,17 @@ class ScriptedRecognizer:
         self.heard_s: list[float] = []
         self.told: list[str | None] = []  # the languages
         self.error: Exception | None = None
-        self.locate_error: Exception | None = None
+        self.align_error: Exception | None = None
 
     def transcribe(
         self,
         samples: Samples,
         *,
+        windows: VadWindows | None = None,
         prompt: str | None = None,
         language: str | None = None,
-        keeps_sound: bool = False,
-        is_brief: bool = False,
+        keep_encoder_output: bool = False,
+        skip_thorough: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Transcript:
         if self.error is not None:
@@ -152,15 +154,15 @@ class ScriptedRecognizer:
             encoder_frames=100,
             num_fallbacks=0,
             took_ms=1.0,
-            end_marks=_A_STOP if text.endswith((".", "?", "!")) else _NO_STOP,
+            punctuation=_A_STOP if text.endswith((".", "?", "!")) else _NO_STOP,
         )
 
-    def locate(
+    def align_words(
         self, transcript: Transcript, *, is_wanted: Callable[[], bool] = lambda: True
     ) -> tuple[WordTime, ...]:
         """Each word lasts a tenth of a second."""
-        if self.locate_error is not None:
-            raise self.locate_error
+        if self.align_error is not None:
+            raise self.align_error
         words = transcript.text.split()
         return tuple(WordTime(word, at / 10, (at + 1) / 10) for at, word in enumerate(words))
 
@@ -377,10 +379,10 @@ class PacedExecutor(Executor):
         self.clock = clock
         self.delays_s: dict[str, float | Callable[[Any], float]] = {
             "transcribe": 0.08,
-            "locate": 0.02,
-            "_synthesize": 0.05,
-            "_go_on": 0.0,
-            "_prosody": 0.0,
+            "align_words": 0.02,
+            "_synthesize_first": 0.05,
+            "_synthesize_next": 0.0,
+            "_acoustic_features": 0.0,
         }
         self._tasks: set[asyncio.Task[None]] = set()
 

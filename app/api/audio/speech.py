@@ -14,7 +14,7 @@ from app.api.audio.speech_request import SpeechRequest
 from app.api.http.cancel_on_disconnect import Answer
 from app.api.http.errors import error_response
 from app.clock import MonotonicClock
-from app.conversation import Services, read_aloud
+from app.conversation import Services, synthesize_text
 from app.errors import ClientError, SynthesisError
 from audio.codecs import PCM16_24K
 from audio.files import MEDIA_TYPES, make_encoder
@@ -55,13 +55,13 @@ class SpeechAnswer(Answer):
         asked = self._asked
         encoder = make_encoder(asked.response_format, PCM16_24K.rate)
         has_begun = False
-        sounds = read_aloud(self._services, MonotonicClock(), asked.input, speed=asked.speed)
+        sounds = synthesize_text(self._services, MonotonicClock(), asked.input, speed=asked.speed)
         try:
             async with aclosing(sounds):
                 async for samples in sounds:
                     if not has_begun and not len(samples):
                         continue
-                    data = await asyncio.to_thread(encoder.feed, samples)
+                    data = await asyncio.to_thread(encoder.encode, samples)
                     if not has_begun:
                         has_begun = True
                         await send(self._start())

@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 
 from app.api.audio.transcription_request import TranscriptionRequest
-from app.conversation import Dictated
+from app.conversation import TranscribedPiece
 from audio.asr import UNSPACED
-from audio.files import Line, lines_of, to_srt, to_vtt
+from audio.files import CaptionLine, split_into_lines, to_srt, to_vtt
 
 Wire = dict[str, Any]
 
 
-def text_of(pieces: Sequence[Dictated]) -> str:
+def text_of(pieces: Sequence[TranscribedPiece]) -> str:
     """All that was said."""
     return _joint(pieces).join(piece.text for piece in pieces if piece.text)
 
 
-def language_of(pieces: Sequence[Dictated]) -> str | None:
+def language_of(pieces: Sequence[TranscribedPiece]) -> str | None:
     """That of the first words; None: there are none."""
     return next((piece.language for piece in pieces if piece.language), None)
 
@@ -31,7 +31,9 @@ def usage_of(duration_s: float) -> Wire:
     return {"type": "duration", "seconds": math.ceil(duration_s)}
 
 
-def rendered(request: TranscriptionRequest, pieces: Sequence[Dictated]) -> tuple[bytes, str]:
+def rendered(
+    request: TranscriptionRequest, pieces: Sequence[TranscribedPiece]
+) -> tuple[bytes, str]:
     """The body of an answer and its media type."""
     match request.response_format:
         case "text":
@@ -48,7 +50,7 @@ def rendered(request: TranscriptionRequest, pieces: Sequence[Dictated]) -> tuple
             return msgspec.json.encode(whole), "application/json"
 
 
-def _verbose(request: TranscriptionRequest, pieces: Sequence[Dictated]) -> Wire:
+def _verbose(request: TranscriptionRequest, pieces: Sequence[TranscribedPiece]) -> Wire:
     duration_s = pieces[-1].end_s if pieces else 0.0
     whole: Wire = {
         "task": "transcribe",
@@ -69,7 +71,7 @@ def _verbose(request: TranscriptionRequest, pieces: Sequence[Dictated]) -> Wire:
     return whole
 
 
-def _segment(number: int, piece: Dictated, line: Line) -> Wire:
+def _segment(number: int, piece: TranscribedPiece, line: CaptionLine) -> Wire:
     """Its scores are those of the piece of the file that was recognised at once."""
     return {
         "id": number,
@@ -85,10 +87,10 @@ def _segment(number: int, piece: Dictated, line: Line) -> Wire:
     }
 
 
-def _lines(pieces: Sequence[Dictated]) -> list[Line]:
+def _lines(pieces: Sequence[TranscribedPiece]) -> list[CaptionLine]:
     words = [word for piece in pieces for word in piece.words]
-    return lines_of(words, joint=_joint(pieces))
+    return split_into_lines(words, joint=_joint(pieces))
 
 
-def _joint(pieces: Sequence[Dictated]) -> str:
+def _joint(pieces: Sequence[TranscribedPiece]) -> str:
     return "" if language_of(pieces) in UNSPACED else " "

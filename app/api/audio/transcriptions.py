@@ -18,7 +18,7 @@ from app.api.audio.transcription_request import TranscriptionRequest
 from app.api.http.cancel_on_disconnect import Answer
 from app.api.http.errors import error_body, error_response
 from app.api.http.sse import sse_event, sse_start
-from app.conversation import Dictated, Services, dictate
+from app.conversation import Services, TranscribedPiece, transcribe_recording
 from app.errors import AudioInputError, ParleyError, RecognitionError
 from audio.errors import AudioFormatError
 from audio.files import read_speech
@@ -79,9 +79,9 @@ class TranscriptionAnswer(Answer):
         finally:
             is_left.set()
 
-    def _pieces(self, samples: Samples) -> AsyncGenerator[Dictated, None]:
+    def _pieces(self, samples: Samples) -> AsyncGenerator[TranscribedPiece, None]:
         asked, services = self._asked, self._services
-        return dictate(
+        return transcribe_recording(
             services.recognition,
             services.vad,
             samples,
@@ -90,9 +90,9 @@ class TranscriptionAnswer(Answer):
             wants_words=asked.wants_words or asked.wants_lines,
         )
 
-    async def _stream(self, pieces: AsyncIterator[Dictated], send: Send) -> None:
+    async def _stream(self, pieces: AsyncIterator[TranscribedPiece], send: Send) -> None:
         await send(sse_start())
-        told: list[Dictated] = []
+        told: list[TranscribedPiece] = []
         text = ""
         try:
             async for piece in pieces:

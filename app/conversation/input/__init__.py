@@ -1,1 +1,1 @@
-"""The user turn: the caller's audio, its transcript, and when it ends."""
+"""The user's side of a conversation: audio front end, transcription, endpointing, barge-in."""

@@ -1,7 +1,7 @@
-"""Has the caller finished? Asks the language model, and puts all signs together.
+"""Semantic endpointing of a pause: collects the features and returns the endpointing delay.
 
-The model that will answer also knows how likely a message is to end where the caller paused. Asking
-it costs hardly more than reading the message, which has to be done in any case.
+The language model that will reply also gives the probability that a message ends where the caller
+paused. That costs little more than the prefill of the message, which is needed anyway.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import math
 import time
 from contextlib import aclosing
 
+from app.conversation.input.turn_audio import TurnAudio
 from app.conversation.services import Services
 from app.conversation.session_config import TurnDetection
 from app.routing import LlmEngine
 from audio.asr import Transcript
-from audio.endpointing import Prosody, TurnModel, find_voice_end, measure_end, semantic
+from audio.endpointing import Prosody, SmartTurnModel, measure_prosody, semantic
 from audio.errors import ModelError
-from audio.frame import Samples
 from llm_core import (
     ChatMessage,
     LlmError,
@@ -30,64 +30,69 @@ from llm_core import (
 
 log = logging.getLogger(__name__)
 
-# Later than this the answer does not help: the wait is decided without it.
+# A later result does not help: the delay is decided without it.
 _TIMEOUT_S = 0.4
 _MARKS = " .?!,;:-\u2013\u2014\u2026"
-# Control tokens have no bytes; after a message's text only its end is likely.
-_ENDS = frozenset((b".", b"?", b"!", b""))
-_ASK = SamplingParams(max_tokens=1, min_tokens=1, logprobs=20, continue_last=True)
+# Control tokens have no bytes; after the text of a message only its end is likely.
+_END_TOKENS = frozenset((b".", b"?", b"!", b""))
+_ONE_TOKEN = SamplingParams(max_tokens=1, min_tokens=1, logprobs=20, continue_last=True)
 
 
-async def silence_ms(
+async def endpointing_delay_ms(
     services: Services,
     detection: TurnDetection,
     messages: list[ChatMessage],
-    samples: Samples,
-    voiced_len: int,
+    audio: TurnAudio,
     transcript: Transcript,
 ) -> int:
-    """How much silence ends the turn. ``messages`` end with the caller's words so far.
+    """Silence in ms that ends the turn. ``messages`` end with the caller's words so far.
 
-    ``samples`` float32 [n] at 16 kHz are the turn; the VAD's voice ends at ``voiced_len``.
-    ``transcript``: of those words, with what the recogniser made of their end.
+    ``audio``: the turn, with its speech offset. ``transcript``: of those words, with the
+    recogniser's end-of-turn features.
     """
     words = messages[-1].content
-    completeness = semantic.judge(words)
-    sound = asyncio.get_running_loop().run_in_executor(
-        services.workers, _prosody, samples, voiced_len, services.turn_model
+    completeness = semantic.classify_completeness(words)
+    acoustic = asyncio.get_running_loop().run_in_executor(
+        services.workers, _acoustic_features, audio, services.turn_model
     )
     end_logprob = None
     if completeness in (semantic.Completeness.OPEN, *semantic.FINISHED):
         end_logprob = await end_of_turn_logprob(services.engine, messages)
-    prosody, heard = await sound
+    prosody, smart_turn = await acoustic
     evidence = semantic.Evidence(
-        words, prosody, end_logprob, heard, transcript.end_marks, transcript.end_odds
+        words,
+        prosody,
+        end_logprob,
+        smart_turn,
+        transcript.punctuation,
+        transcript.end_of_turn_logit,
     )
-    wait_ms = semantic.silence_ms(evidence, detection.eagerness)
-    if log.isEnabledFor(logging.DEBUG):  # else the score would be computed twice for nothing
+    delay_ms = semantic.endpointing_delay_ms(evidence, detection.eagerness)
+    if log.isEnabledFor(logging.DEBUG):  # the score is computed only for the log
         log.debug(
             "pause judged",
             extra={
                 "completeness": completeness.value,
                 "end_logprob": end_logprob,
-                "end_odds": transcript.end_odds,
-                "turn_model": heard,
-                "score": semantic.score(evidence),
-                "wait_ms": wait_ms,
+                "end_odds": transcript.end_of_turn_logit,
+                "turn_model": smart_turn,
+                "score": semantic.end_of_turn_probability(evidence),
+                "wait_ms": delay_ms,
             },
         )
-    return wait_ms
+    return delay_ms
 
 
-def _prosody(
-    samples: Samples, voiced_len: int, turn_model: TurnModel | None
+def _acoustic_features(
+    audio: TurnAudio, turn_model: SmartTurnModel | None
 ) -> tuple[Prosody, float | None]:
-    """Runs in a worker thread: how the voice ended, and what the turn model makes of it."""
-    prosody = measure_end(samples, find_voice_end(samples, voiced_len))
+    """Prosody and the smart-turn model's probability. Runs in a worker thread."""
+    assert audio.speech_offset is not None, "speech has paused"
+    prosody = measure_prosody(audio.samples, audio.speech_offset)
     try:
-        return prosody, None if turn_model is None else turn_model.probability(samples)
+        return prosody, None if turn_model is None else turn_model.probability(audio.samples)
     except ModelError as error:
-        # Only a sign is missing.
+        # Only one feature is missing.
         log.warning("the end of the turn was judged without the turn model: %s", error)
         return prosody, None
 
@@ -97,7 +102,7 @@ async def end_of_turn_logprob(
 ) -> float | None:
     """Natural log-probability that the last message ends after its last word.
 
-    None when the model does not say in time.
+    None when the model does not reply within ``timeout_s``, or fails.
     """
     last = messages[-1]
     bare = ChatMessage(last.role, last.content.rstrip(_MARKS))
@@ -110,16 +115,16 @@ async def end_of_turn_logprob(
                 timeout_ms=int(timeout_s * 1000),
                 overflow="drop_oldest",
             )
-            events = engine.generate([*messages[:-1], bare], _ASK, **options)
+            events = engine.generate([*messages[:-1], bare], _ONE_TOKEN, **options)
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, TextDelta) and event.logprobs:
                         top = event.logprobs[0].top
-                        ends = sum(math.exp(t.logprob) for t in top if t.token in _ENDS)
+                        ends = sum(math.exp(t.logprob) for t in top if t.token in _END_TOKENS)
                         return math.log(max(ends, 1e-6))
     except (TimeoutError, RequestTimeoutError):
         log.info("the model did not judge the end of the turn in time")
     except LlmError as error:
-        # Only a sign is missing; the turn itself meets the same error and reports it.
+        # Only one feature is missing; the response meets the same error and reports it.
         log.info("the end of the turn was judged without the model: %s", error)
     return None

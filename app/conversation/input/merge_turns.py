@@ -1,4 +1,4 @@
-"""May a caller go on with a turn that was taken for over, and was perhaps answered already?"""
+"""Recovery from a false endpoint: which items vanish when the caller continues the last turn."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from app.conversation.input.user_turn import CommittedTurn
 from app.conversation.response.pipeline import ResponsePipeline
 
 
-def withdrawable(
-    history: History, heard: CommittedTurn | None, answer: ResponsePipeline | None
+def mergeable_items(
+    history: History, last_turn: CommittedTurn | None, response: ResponsePipeline | None
 ) -> list[str]:
-    """Ids of the items that vanish if ``heard``, the turn that ended last, goes on after all: it
-    and what ``answer`` has said to it.
+    """Ids of the items to delete when ``last_turn`` goes on: its own and those of ``response``.
 
-    None of them if it cannot: a word that was heard was said, what a called tool has done cannot be
-    undone, and what the client has put into the conversation since stands where it stands.
+    Empty when the turns cannot be merged: some of the response was heard, a tool was called (its
+    effect cannot be undone), or the client has added items since.
     """
-    if heard is None:
+    if last_turn is None:
         return []
-    items = history.since(heard.item.id)
-    said = [] if answer is None else answer.response.output
-    has_words = answer is not None and len(items) > 1 and answer.has_been_heard
-    if has_words or any(item not in said or item.call is not None for item in items[1:]):
+    items = history.since(last_turn.item.id)
+    output = [] if response is None else response.response.output
+    was_heard = response is not None and len(items) > 1 and response.has_been_heard
+    if was_heard or any(item not in output or item.call is not None for item in items[1:]):
         return []
     return [item.id for item in items]

@@ -1,8 +1,7 @@
-"""When the words of the caller's turns were said, for clients that ask.
+"""Word timestamps of user turns, for clients that ask for them.
 
-The transcript decides what is answered; this comes behind everything that somebody waits for. It
-needs the same cores as the answer, so it is begun when the answer sounds, and in the recogniser's
-queue only looks at turns that go on come later.
+Alignment needs the same cores as the response, so it starts when the response plays; in the
+recogniser's queue only partials and files have a lower priority.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from audio.asr import WordTime
 
 log = logging.getLogger(__name__)
 
-# How long the record of a turn waits for them, once its answer is sent.
-_RECORD_WAITS_S = 0.25
+# The trace of a turn waits this long for its timestamps, once its response is sent.
+_MAX_WAIT_S = 0.25
 
 
-class WordTimes:
-    """Of one conversation."""
+class WordTimestamps:
+    """Word timestamps of one conversation."""
 
     def __init__(self, recognition: AsrScheduler, sink: Sink, clock: Clock, tasks: Tasks) -> None:
         self._recognition = recognition
@@ -37,29 +36,31 @@ class WordTimes:
         self._clock = clock
         self._tasks = tasks
         self._due: dict[str, asyncio.Task[None]] = {}  # by the items' ids
-        self._withdrawn: set[str] = set()
+        self._discarded: set[str] = set()
 
-    def begin(self, heard: CommittedTurn, answer: asyncio.Future[ResponsePipeline | None]) -> None:
-        """Tell client and trace when the words of ``heard``, which are settled, were said; once
-        ``answer`` is known and sounds, if there is one."""
+    def start(self, heard: CommittedTurn, answer: asyncio.Future[ResponsePipeline | None]) -> None:
+        """Align the final transcript of ``heard`` and send the result to client and trace.
+
+        Waits for ``answer``, and until that plays, if there is one.
+        """
         item_id = heard.item.id
-        if item_id in self._withdrawn:
+        if item_id in self._discarded:
             return
         heard.trace.words = []
-        self._due[item_id] = self._tasks.start(self._tell(heard, answer))
+        self._due[item_id] = self._tasks.start(self._send(heard, answer))
         self._due[item_id].add_done_callback(lambda _: self._due.pop(item_id, None))
 
-    def withdraw(self, item_ids: Iterable[str]) -> None:
-        """These turns were none."""
+    def discard(self, item_ids: Iterable[str]) -> None:
+        """Drop the timestamps of turns that were merged into a later one."""
         for item_id in item_ids:
-            self._withdrawn.add(item_id)
+            self._discarded.add(item_id)
             if item_id in self._due:
                 self._due[item_id].cancel()
 
-    async def until_told(self) -> None:
-        """Wait for those that are due, but not for long."""
+    async def wait_until_sent(self) -> None:
+        """Wait for timestamps in progress, for at most 0.25 s."""
         if self._due:
-            limit = asyncio.create_task(self._clock.sleep(_RECORD_WAITS_S))
+            limit = asyncio.create_task(self._clock.sleep(_MAX_WAIT_S))
             told = asyncio.create_task(_all_done(list(self._due.values())))
             try:
                 await asyncio.wait({limit, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,23 +68,23 @@ class WordTimes:
                 limit.cancel()
                 told.cancel()
 
-    async def _tell(
+    async def _send(
         self, heard: CommittedTurn, answer: asyncio.Future[ResponsePipeline | None]
     ) -> None:
         if (turn := await answer) is not None:
             await turn.until_begun()
         try:
-            found = await self._located(heard)
+            found = await self._align(heard)
         except RecognitionError as error:
             await self._sink(TranscriptWordsFailed(heard.item.id, error.code, error.message))
             return
-        words = placed(found, heard)
+        words = to_session_ms(found, heard)
         assert heard.trace.words is not None, "set at the beginning"
         heard.trace.words += map(asdict, words)
         await self._sink(TranscriptWords(heard.item.id, words))
 
-    async def _located(self, heard: CommittedTurn) -> tuple[WordTime, ...]:
-        job = self._recognition.locate(heard.settling.result().transcript)
+    async def _align(self, heard: CommittedTurn) -> tuple[WordTime, ...]:
+        job = self._recognition.align_words(heard.transcript_task.result().transcript)
         try:
             return await job.result
         except RecognitionError:
@@ -95,18 +96,18 @@ class WordTimes:
 
 
 async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
-    """Whoever is cancelled in waiting leaves them running."""
+    """Cancelling the wait leaves the tasks running."""
     await asyncio.wait(tasks)
 
 
-def placed(found: Iterable[WordTime], heard: CommittedTurn) -> tuple[SpokenWord, ...]:
-    """Milliseconds of the session's input audio, inside the turn."""
+def to_session_ms(found: Iterable[WordTime], heard: CommittedTurn) -> tuple[SpokenWord, ...]:
+    """Word times in ms of the session's input audio, clipped to the turn."""
     first_ms, last_ms = (
-        sample * 1000 // RATE for sample in (heard.start_sample, heard.voice_end_sample)
+        sample * 1000 // RATE for sample in (heard.start_sample, heard.last_voiced_sample)
     )
 
     def at_ms(second: float) -> int:
-        exact = heard.words_from * 1000 / RATE + second * 1000
+        exact = heard.transcript_start_sample * 1000 / RATE + second * 1000
         return min(max(round(exact), first_ms), last_ms)
 
     return tuple(SpokenWord(word.word, at_ms(word.start_s), at_ms(word.end_s)) for word in found)

@@ -15,7 +15,7 @@ from app.conversation.context_compaction import tend
 from app.conversation.events import PlaybackCut, ResponseDone, Sink, TurnTraced
 from app.conversation.history import History
 from app.conversation.input.user_turn import UserTurn
-from app.conversation.input.word_timestamps import WordTimes
+from app.conversation.input.word_timestamps import WordTimestamps
 from app.conversation.response.eager import EagerGeneration
 from app.conversation.response.pipeline import ResponsePipeline
 from app.conversation.response.spec import ResponseRequest
@@ -46,7 +46,7 @@ class ResponseManager:
         hearing: UserTurn,
         ahead: EagerGeneration,
         dialog: TurnTaking,
-        word_times: WordTimes,
+        word_times: WordTimestamps,
         perform: Callable[[list[Action]], Awaitable[None]],
     ) -> None:
         """``dialog`` hears of what becomes of a response; ``perform`` does what it says to that,
@@ -114,9 +114,9 @@ class ResponseManager:
             if self._services.settings.record:
                 turn.trace.record()
         turn.trace.facts.update(self._ahead.take_wasted())
-        turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_dropped()
+        turn.trace.facts["wasted_transcripts"] = self._hearing.take_num_discarded()
         turn.on_audio_started = partial(self._on_audio_started, turn)
-        turn.on_sound = self._hearing.note_sound
+        turn.on_sound = self._hearing.note_playback
         self.running = self.last = turn
         self._task = self._tasks.start(self._run(turn))
 
@@ -125,7 +125,7 @@ class ResponseManager:
         try:
             await turn.run()
             if turn.response.status != "cancelled":
-                await self._word_times.until_told()
+                await self._word_times.wait_until_sent()
         finally:
             # Also of a turn that the end of the call cuts short.
             traced = turn.trace.to_dict()
@@ -180,7 +180,7 @@ class ResponseManager:
             self._tasks.start(self.running.release())
 
     async def _silence(self, *, may_go_on: bool = False) -> None:
-        self._hearing.note_silence()
+        self._hearing.note_playback_stopped()
         await self._sink(PlaybackCut(may_go_on))
 
     async def close(self) -> None:

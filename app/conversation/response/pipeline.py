@@ -255,7 +255,7 @@ class ResponsePipeline:
         self, clause: Clause, voicing: TtsStream, clauses: asyncio.Queue[Clause | None]
     ) -> None:
         """A clause with sound may come in several pieces; the text is in the first of them."""
-        async with aclosing(voicing.say(clause.text, self._in_hand_s)) as sounds:
+        async with aclosing(voicing.synthesize_clause(clause.text, self._in_hand_s)) as sounds:
             async for sound in sounds:
                 samples = self._made(sound.samples)
                 await clauses.put(replace(clause, samples=samples, length=sound.clause_len))

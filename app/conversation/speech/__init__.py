@@ -1,1 +1,1 @@
-"""ASR and TTS scheduling, shared by all sessions."""
+"""Scheduling of speech recognition and synthesis; batch transcription and synthesis."""

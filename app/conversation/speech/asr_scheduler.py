@@ -1,12 +1,10 @@
-"""One recogniser for all callers: who is served next, and who is turned away.
+"""Priority queue in front of the shared speech recogniser.
 
-The recogniser works on one piece of audio at a time. The end of a turn goes before a turn that may
-have ended, that before the question when words were said, that before a look at a turn that is
-going on, and all of them before a piece of a file; within a kind, first come, first served. Work
-whose result was cancelled is given up where the recogniser can, so that the next one waits less; so
-is a piece of a file when somebody who speaks comes, and it is done again later. While somebody
-speaks, whose words will be wanted at once, none is begun, unless it has waited long. A caller, or a
-file, has at most one job of each kind in the queue: nobody can crowd out the others.
+The recogniser runs one job at a time, in the order of `AsrPriority`, and first come, first served
+within a priority. Cancelled jobs are abandoned between steps. A running job of a file is preempted
+by any job of a live turn and repeated later; while anybody speaks none is started, unless it has
+waited for long. A caller, or a file, has at most one job of each priority in the queue, so none can
+crowd out the others. A full queue rejects the job that would be served last.
 """
 
 from __future__ import annotations
@@ -21,17 +19,18 @@ from typing import Any, Generic, TypeVar
 
 from app.errors import RecognitionError
 from audio.asr import Recognizer, Transcript, WordTime
-from audio.errors import AudioError, NotWantedError
+from audio.errors import AbandonedError, AudioError
 from audio.frame import SPEECH_RATE, Samples
+from audio.vad import VadWindows
 
 T = TypeVar("T")
 
-# A piece of a file waits so long for a moment in which nobody speaks.
-_FILE_PATIENCE_S = 2.0
+# A job of a file waits this long for a moment in which nobody speaks.
+_MAX_FILE_DELAY_S = 2.0
 
 
-class Urgency(IntEnum):
-    """The smaller, the sooner."""
+class AsrPriority(IntEnum):
+    """Smaller is sooner: final and early transcripts, word timestamps, partials, files."""
 
     FINAL = 0
     EARLY = 1
@@ -41,39 +40,41 @@ class Urgency(IntEnum):
 
 
 class BusyRecognizerError(RecognitionError):
-    """Too many callers wait for the recogniser already."""
+    """The queue is full."""
 
     code = "recognizer_busy"
 
 
 @dataclass(slots=True, eq=False)
 class Job(Generic[T]):
-    """One piece of audio, of so many samples, on its way. ``work`` is what is done with it, in a
-    worker thread; it is given a way to ask whether to go on. ``urgency`` may be raised while it
-    waits, ``queued_s`` (of the loop's clock) is when it began to. ``gives_way``: it is running, and
-    shall be done again later."""
+    """A piece of audio in the queue.
+
+    ``work`` runs in a worker thread and polls ``is_wanted``. ``priority`` may be raised while the
+    job waits, since ``queued_s`` (of the loop's clock). ``is_preempted``: running, to be abandoned
+    and repeated later.
+    """
 
     work: Callable[..., T]
     num_samples: int
-    urgency: Urgency
+    priority: AsrPriority
     serial: int
     result: asyncio.Future[T]
     queued_s: float
-    gives_way: bool = False
+    is_preempted: bool = False
 
     @property
     def is_wanted(self) -> bool:
-        """Whether to go on with it now."""
-        return not self.result.cancelled() and not self.gives_way
+        """False when the job should be abandoned."""
+        return not self.result.cancelled() and not self.is_preempted
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who is before whom."""
-        return self.urgency, self.serial
+        """Sort key of the queue."""
+        return self.priority, self.serial
 
 
 class AsrScheduler:
-    """The queue. Everything but the recogniser's own work happens on the event loop."""
+    """The queue. Only the recogniser's work runs outside of the event loop."""
 
     def __init__(self, recognizer: Recognizer, workers: Executor, max_waiting: int = 64) -> None:
         self._recognizer = recognizer
@@ -83,85 +84,87 @@ class AsrScheduler:
         self._running: Job[Any] | None = None
         self._serial = 0
         self.num_refused = 0
-        """Jobs that gave way to others in a full queue, since the start."""
+        """Jobs rejected by a full queue, since the start."""
         self._num_following = 0
         self._retry: asyncio.TimerHandle | None = None
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """The codes of those that the recogniser knows, in order."""
+        """Language codes that the recogniser knows, sorted."""
         return self._recognizer.languages
 
     @property
-    def num_following(self) -> int:
-        """Callers whose turn is looked at while it goes on."""
+    def num_live_turns(self) -> int:
+        """Turns in progress that get partial transcripts."""
         return self._num_following
 
-    def note_following(self, change: int) -> None:
-        """So many more callers, or less, are followed from now on."""
+    def change_num_live_turns(self, change: int) -> None:
+        """Add ``change``, which may be negative, to the number of live turns."""
         self._num_following += change
-        self._begin_next()
+        self._start_next()
 
     @property
     def num_waiting(self) -> int:
-        """Jobs of those who speak that are in the queue and not begun."""
-        return sum(job.urgency is not Urgency.FILE for job in self._waiting)
+        """Jobs of live turns that wait."""
+        return sum(job.priority is not AsrPriority.FILE for job in self._waiting)
 
     @property
     def is_busy(self) -> bool:
-        """A new job of somebody who speaks would have to wait."""
-        return self._running is not None and self._running.urgency is not Urgency.FILE
+        """True when a new job of a live turn would have to wait."""
+        return self._running is not None and self._running.priority is not AsrPriority.FILE
 
     def submit(
         self,
         samples: Samples,
-        urgency: Urgency,
+        priority: AsrPriority,
         *,
+        windows: VadWindows | None = None,
         prompt: str | None = None,
         language: str | None = None,
-        keeps_sound: bool = False,
+        keep_encoder_output: bool = False,
     ) -> Job[Transcript]:
-        """Queue ``samples`` float32 [n] at 16 kHz; await the job's ``result``, or cancel it.
+        """Queue the transcription of ``samples`` float32 [n] at 16 kHz.
 
-        ``keeps_sound``: the words will have to be located. The result raises RecognitionError;
-        BusyRecognizerError when the queue is full. The least urgent job, if need be this one, gives
-        way.
+        Await the job's ``result``, or cancel it. ``windows``: the VAD's of these samples, where a
+        stream has them. ``keep_encoder_output``: the words will be aligned. The result raises
+        RecognitionError, or BusyRecognizerError when the queue is full and the job the last in it.
         """
         work = partial(
             self._recognizer.transcribe,
             samples,
+            windows=windows,
             prompt=prompt,
             language=language,
-            keeps_sound=keeps_sound,
-            is_brief=urgency is Urgency.FILE,
+            keep_encoder_output=keep_encoder_output,
+            skip_thorough=priority is AsrPriority.FILE,
         )
-        return self._queue(work, len(samples), urgency)
+        return self._enqueue(work, len(samples), priority)
 
-    def locate(
-        self, transcript: Transcript, urgency: Urgency = Urgency.WORDS
+    def align_words(
+        self, transcript: Transcript, priority: AsrPriority = AsrPriority.WORDS
     ) -> Job[tuple[WordTime, ...]]:
-        """Queue the question when the words of ``transcript`` were said, as ``submit`` does."""
-        work = partial(self._recognizer.locate, transcript)
-        return self._queue(work, round(transcript.audio_s * SPEECH_RATE), urgency)
+        """Queue the alignment of the words of ``transcript``, as ``submit`` does."""
+        work = partial(self._recognizer.align_words, transcript)
+        return self._enqueue(work, round(transcript.audio_s * SPEECH_RATE), priority)
 
-    def _queue(self, work: Callable[..., T], num_samples: int, urgency: Urgency) -> Job[T]:
+    def _enqueue(self, work: Callable[..., T], num_samples: int, priority: AsrPriority) -> Job[T]:
         self._serial += 1
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        job = Job(work, num_samples, urgency, self._serial, result, loop.time())
+        job = Job(work, num_samples, priority, self._serial, result, loop.time())
         result.add_done_callback(partial(self._on_done, job))
         self._waiting.append(job)
         running = self._running
-        if running is not None and urgency < running.urgency:
-            if running.urgency is Urgency.PARTIAL:
-                running.result.cancel()  # a look at a turn that goes on can be had again
-            running.gives_way = running.urgency is Urgency.FILE
-        self._begin_next()
+        if running is not None and priority < running.priority:
+            if running.priority is AsrPriority.PARTIAL:
+                running.result.cancel()  # a later partial will replace it
+            running.is_preempted = running.priority is AsrPriority.FILE
+        self._start_next()
         if len(self._waiting) > self._max_waiting:
-            self._refuse(max(self._waiting, key=lambda waiting: waiting.rank))
+            self._reject(max(self._waiting, key=lambda waiting: waiting.rank))
         return job
 
-    def _refuse(self, job: Job[Any]) -> None:
+    def _reject(self, job: Job[Any]) -> None:
         self.num_refused += 1
         self._waiting.remove(job)
         job.result.set_exception(
@@ -171,41 +174,41 @@ class AsrScheduler:
         )
 
     def _on_done(self, job: Job[T], result: asyncio.Future[T]) -> None:
-        if job in self._waiting:  # cancelled before its turn came
+        if job in self._waiting:  # cancelled before it was started
             self._waiting.remove(job)
         if not result.cancelled():
-            result.exception()  # a failure matters only to whoever still wants the words
+            result.exception()  # retrieved, so that a failure nobody awaits is not logged
 
-    def _begin_next(self) -> None:
+    def _start_next(self) -> None:
         if self._running is not None or not self._waiting:
             return
         job = min(self._waiting, key=lambda waiting: waiting.rank)
-        if job.urgency is Urgency.FILE and self._must_wait(job):
+        if job.priority is AsrPriority.FILE and self._defer(job):
             return
         self._waiting.remove(job)
         self._running = job
         work = partial(job.work, is_wanted=lambda: job.is_wanted)
         running = asyncio.get_running_loop().run_in_executor(self._workers, work)
-        running.add_done_callback(partial(self._on_transcribed, job))
+        running.add_done_callback(partial(self._on_finished, job))
 
-    def _must_wait(self, job: Job[Any]) -> bool:
-        """Whether somebody speaks and ``job``, a piece of a file, can still wait; it is tried again
-        when nobody does, or when it cannot."""
+    def _defer(self, job: Job[Any]) -> bool:
+        """True when ``job``, of a file, should wait because somebody speaks. It is tried again when
+        nobody does, or when it has waited for the maximum delay."""
         loop = asyncio.get_running_loop()
-        left_s = job.queued_s + _FILE_PATIENCE_S - loop.time()
+        left_s = job.queued_s + _MAX_FILE_DELAY_S - loop.time()
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
         if not self._num_following or left_s <= 0:
             return False
-        self._retry = loop.call_later(left_s, self._begin_next)
+        self._retry = loop.call_later(left_s, self._start_next)
         return True
 
-    def _on_transcribed(self, job: Job[T], running: asyncio.Future[T]) -> None:
+    def _on_finished(self, job: Job[T], running: asyncio.Future[T]) -> None:
         self._running = None
         error = None if running.cancelled() else running.exception()
-        if job.gives_way and isinstance(error, NotWantedError) and not job.result.done():
-            job.gives_way = False
+        if job.is_preempted and isinstance(error, AbandonedError) and not job.result.done():
+            job.is_preempted = False
             job.queued_s = asyncio.get_running_loop().time()
             self._waiting.append(job)
         elif not job.result.done():
@@ -219,4 +222,4 @@ class AsrScheduler:
                 job.result.set_exception(error)
             else:
                 job.result.set_result(running.result())
-        self._begin_next()
+        self._start_next()

@@ -1,7 +1,7 @@
-"""A recording in words, a piece at a time, behind everything that callers wait for.
+"""Batch transcription: a recording is cut into short pieces, transcribed with the lowest priority.
 
-Each piece is a job of its own in the recogniser's queue, so that files take turns, and it is short:
-who speaks waits for no more than the step of it that is being computed.
+Each piece is a job of its own in the recogniser's queue, so that files take turns; pieces are short
+so that a caller waits for no more than one step of the running one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-from app.conversation.speech.asr_scheduler import AsrScheduler, Urgency
+from app.conversation.speech.asr_scheduler import AsrPriority, AsrScheduler
 from audio.asr import AudioSegment, WordTime
 from audio.frame import SPEECH_RATE, Samples
-from audio.vad import WINDOW_SAMPLES, VadModel
+from audio.vad import WINDOW_SAMPLES, VadModel, VadWindows
 
-# With tiny.en word errors are as many as without cuts, or fewer (docs/adr/README.md); longer pieces
-# take steps for which a caller would have to wait longer.
+# With tiny.en no more word errors than without cuts (docs/adr/README.md); steps of longer pieces
+# would delay callers more.
 _PIECE_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Dictated:
-    """What was said in a piece of a recording, from ``start_s`` to ``end_s`` of it.
+class TranscribedPiece:
+    """Transcript of a recording from ``start_s`` to ``end_s``.
 
-    ``words``: their times in the recording; () unless they were asked for. ``language`` None:
-    nothing was said. The scores are those of ``audio.asr.recognizer.Transcript``.
+    ``words``: timestamps in the recording; () unless asked for. ``language`` None: no speech. The
+    scores are those of ``audio.asr.Transcript``.
     """
 
     start_s: float
@@ -38,7 +38,7 @@ class Dictated:
     compression_ratio: float
 
 
-async def dictate(
+async def transcribe_recording(
     recognition: AsrScheduler,
     vad: VadModel,
     samples: Samples,
@@ -46,33 +46,34 @@ async def dictate(
     prompt: str | None = None,
     language: str | None = None,
     wants_words: bool = False,
-) -> AsyncGenerator[Dictated, None]:
-    """The pieces of ``samples`` float32 [n] at 16 kHz, in order, as they are understood.
+) -> AsyncGenerator[TranscribedPiece, None]:
+    """Transcribe ``samples`` float32 [n] at 16 kHz; yields the pieces in order.
 
-    ``language`` None: that of the first words. Raises RecognitionError.
+    ``language`` None: detected from the first speech. Raises RecognitionError.
     """
     at = 0
     while at < len(samples):
         piece = await asyncio.to_thread(_next_piece, vad, samples, at)
         heard = await recognition.submit(
             piece.samples,
-            Urgency.FILE,
+            AsrPriority.FILE,
+            windows=piece.windows,
             prompt=prompt,
             language=language,
-            keeps_sound=wants_words,
+            keep_encoder_output=wants_words,
         ).result
         words: tuple[WordTime, ...] = ()
         start_s = at / SPEECH_RATE
         if wants_words and heard.text:
-            found = await recognition.locate(heard, Urgency.FILE).result
+            found = await recognition.align_words(heard, AsrPriority.FILE).result
             words = tuple(
                 replace(word, start_s=start_s + word.start_s, end_s=start_s + word.end_s)
                 for word in found
             )
-        spoken = heard.parts[0].language if heard.parts else None
+        spoken = heard.segments[0].language if heard.segments else None
         language = language or spoken
         at += piece.num_samples
-        yield Dictated(
+        yield TranscribedPiece(
             start_s=start_s,
             end_s=at / SPEECH_RATE,
             text=heard.text,
@@ -85,7 +86,7 @@ async def dictate(
 
 
 def _next_piece(vad: VadModel, samples: Samples, at: int) -> AudioSegment:
-    """What begins at sample ``at``; cut at a pause, if there is much more."""
-    # One window more than a piece may have: else it would not be cut.
+    """The piece that begins at sample ``at``, cut at a pause if the recording goes on."""
+    # One window more than a piece may have, so that it is cut.
     rest = samples[at : at + int(_PIECE_S * SPEECH_RATE) + WINDOW_SAMPLES]
-    return AudioSegment(rest, vad.probabilities(rest)).parts(_PIECE_S)[0]
+    return AudioSegment(rest, VadWindows(vad.probabilities(rest))).split_at_pauses(_PIECE_S)[0]

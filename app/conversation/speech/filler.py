@@ -1,4 +1,4 @@
-"""A few spoken words to bridge a wait, made once, so that they are there when all else is slow."""
+"""Filler speech for slow responses, synthesized once so that it is ready at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from audio.tts import Synthesizer
 
 
 class Filler:
-    """``text`` as sound. Used by all calls of a server."""
+    """The audio of ``text``; shared by all calls of a server."""
 
     def __init__(self, text: str, synthesizer: Synthesizer) -> None:
-        """Blocking: synthesizes. Raises AudioError."""
+        """Synthesize ``text`` (blocking). Raises AudioError."""
         self.text = text
         self._rate = synthesizer.sample_rate
         self._samples = synthesizer.synthesize(text)
         self._resampled: dict[int, Samples] = {}
 
     def samples(self, rate: int) -> Samples:
-        """Its sound, float32 [n] at ``rate``."""
+        """The audio, float32 [n] at ``rate``."""
         found = self._resampled.get(rate)
         if found is None:
             resampler = StreamResampler(self._rate, rate)

@@ -1,8 +1,8 @@
-"""One voice for all callers: the sound that is needed soonest is made first.
+"""Deadline scheduler for speech synthesis: the audio that runs out first is made first.
 
-A caller who hears nothing yet goes before one who has seconds of an answer in hand, whoever asked
-first, and all callers before texts that are read aloud for a file. A piece that is being made is
-made to its end; so many at once that words can still be heard.
+A caller who hears nothing yet goes before one with seconds of buffered audio, and all callers go
+before batch synthesis. A running job is not interrupted; ``max_running`` limits the jobs at a time,
+so that the recogniser gets a core too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class TtsScheduler:
-    """The queue. Everything but the jobs themselves happens on the event loop."""
+    """The queue. Only the jobs run outside of the event loop."""
 
     def __init__(self, workers: Executor, max_running: int = 1) -> None:
         self._workers = workers
@@ -30,42 +30,45 @@ class TtsScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces for callers that are not begun."""
-        return sum(not is_late and not turn.done() for is_late, _, _, turn in self._waiting)
+        """Jobs for callers that wait."""
+        return sum(not is_batch and not start.done() for is_batch, _, _, start in self._waiting)
 
     async def run(self, job: Callable[[], T], needed_ns: int, *, is_live: bool = True) -> T:
-        """What ``job`` returns, run by a worker thread; ``needed_ns``: when the caller has heard
-        all there is by now. ``is_live`` False: it is for no caller."""
+        """Run ``job`` in a worker thread and return its result.
+
+        ``needed_ns``: deadline, when the caller's buffered audio runs out. ``is_live`` False: batch
+        synthesis.
+        """
         if self._num_running >= self._max_running:
             self._serial += 1
-            turn = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (not is_live, needed_ns, self._serial, turn))
+            start = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (not is_live, needed_ns, self._serial, start))
             try:
-                await turn
+                await start
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # it was our turn in that very moment
+                if start.done() and not start.cancelled():  # started at this very moment
                     self._next()
                 raise
         else:
             self._num_running += 1
         loop = asyncio.get_running_loop()
         running = self._workers.submit(job)
-        # By the thread's own future: that of the loop is done at once when it is cancelled, and
-        # what a thread has begun goes on.
+        # On the thread's own future: the loop's is done as soon as it is cancelled, while the
+        # thread goes on.
         running.add_done_callback(partial(self._on_made, loop))
         return await asyncio.wrap_future(running)
 
     def _on_made(self, loop: asyncio.AbstractEventLoop, _: Future[T]) -> None:
-        """In the worker thread; or, of a job that was cancelled before it began, in the loop's."""
-        # Closed: the server has ended before the sound that it was making.
+        """Runs in the worker thread, or in the loop's for a job cancelled before it was started."""
+        # The loop is closed: the server has stopped before the job.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._next)
 
     def _next(self) -> None:
-        """Whoever had the place gives it to the next one."""
+        """Pass the slot on to the next job that waits."""
         while self._waiting:
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+            *_, start = heapq.heappop(self._waiting)
+            if not start.done():
+                start.set_result(None)
                 return
         self._num_running -= 1

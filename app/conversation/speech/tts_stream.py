@@ -1,7 +1,7 @@
-"""The voice of one answer: pieces of text in, pieces of sound at the client's rate out.
+"""Streaming speech synthesis of one response: clauses in, audio at the client's rate out.
 
-A clause comes in several pieces while the caller has little to hear, so that the first sound does
-not wait for the last word; else in one, which costs less.
+While the caller has little audio buffered, a clause comes in several segments, so that its first
+sound does not wait for its last word; otherwise in long ones, which cost less.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from audio.frame import Samples
 from audio.resample import StreamResampler
 from audio.tts import SpeechPiece
 
-# With so much to hear there is no hurry.
-_ENOUGH_S = 1.5
+# With this much buffered, latency does not matter.
+_COMFORTABLE_BUFFER_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechSegment:
     """Part of a clause: samples float32 [n] at the client's rate.
 
-    ``clause_len``: samples of the whole clause, as far as it is known; exact with ``is_last``.
+    ``clause_len``: samples of the whole clause, an estimate until ``is_last``.
     """
 
     samples: Samples
@@ -37,9 +37,9 @@ class SpeechSegment:
 
 
 class TtsStream:
-    """One stream of sound a message: ``say`` its clauses in order, then ``flush``.
+    """One audio stream a message: ``synthesize_clause`` in order, then ``flush``.
 
-    ``trace`` None: it is no turn's, and comes behind those that are.
+    ``trace`` None: batch synthesis, with a lower priority than turns.
     """
 
     def __init__(
@@ -55,19 +55,21 @@ class TtsStream:
         self._config = config
         self._resampler = self._new_resampler()
 
-    async def say(self, text: str, in_hand_s: float) -> AsyncGenerator[SpeechSegment, None]:
-        """The sound of a clause; ``in_hand_s``: what the caller has to hear before it.
+    async def synthesize_clause(
+        self, text: str, in_hand_s: float
+    ) -> AsyncGenerator[SpeechSegment, None]:
+        """Synthesize a clause. ``in_hand_s``: audio that the caller still has buffered.
 
         Raises SynthesisError.
         """
         pieces = self._services.synthesizer.stream(
-            text, speed=self._config.speed, is_urgent=in_hand_s < _ENOUGH_S
+            text, speed=self._config.speed, is_urgent=in_hand_s < _COMFORTABLE_BUFFER_S
         )
         rate = self._config.output_format.rate / self._services.synthesizer.sample_rate
         begun_ns = self._clock.now_ns()
         needed_ns = begun_ns + round(in_hand_s * 1e9)
         run = partial(self._services.speaking.run, is_live=self._trace is not None)
-        piece = await run(partial(self._synthesize, text, pieces), needed_ns)
+        piece = await run(partial(self._synthesize_first, text, pieces), needed_ns)
         if self._trace is not None:
             self._trace.note_clause_spoken(self._clock.now_ns() - begun_ns)
         made_len = 0
@@ -80,12 +82,12 @@ class TtsStream:
                 return
             begun_ns = self._clock.now_ns()
             made_ns = made_len * 1_000_000_000 // self._config.output_format.rate
-            piece = await run(partial(self._go_on, pieces), needed_ns + made_ns)
+            piece = await run(partial(self._synthesize_next, pieces), needed_ns + made_ns)
             if self._trace is not None:
                 self._trace.note_more_spoken(self._clock.now_ns() - begun_ns)
 
     def flush(self) -> Samples:
-        """The rest of the message's sound; the next one is a stream of its own."""
+        """The rest of the message's audio from the resampler, which is reset."""
         rest = self._resampler.flush()
         self._resampler = self._new_resampler()
         return rest
@@ -95,11 +97,12 @@ class TtsStream:
             self._services.synthesizer.sample_rate, self._config.output_format.rate
         )
 
-    def _synthesize(self, text: str, pieces: Iterator[SpeechPiece]) -> SpeechPiece:
-        """Runs in a worker thread, as does the next one: one piece of this answer at a time."""
-        return self._go_on(pieces)
+    def _synthesize_first(self, text: str, pieces: Iterator[SpeechPiece]) -> SpeechPiece:
+        """The first piece of ``text``, by far the most expensive. Runs in a worker thread."""
+        return self._synthesize_next(pieces)
 
-    def _go_on(self, pieces: Iterator[SpeechPiece]) -> SpeechPiece:
+    def _synthesize_next(self, pieces: Iterator[SpeechPiece]) -> SpeechPiece:
+        """A further piece. Runs in a worker thread, one call at a time."""
         try:
             return next(pieces)
         except AudioError as error:

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from audio.asr.hallucination_filter import (
     Decoding,
     Fault,
-    Voice,
-    better,
+    VoiceActivity,
     find_fault,
     has_loop,
-    is_speech,
+    is_plausible,
+    more_plausible,
 )
 from audio.asr.segmentation import AudioSegment
-from audio.vad import WINDOW_SAMPLES
+from audio.vad import WINDOW_SAMPLES, VadWindows
 
-CLEAR = Voice(peak=0.98, voiced_s=2.0)
-FAINT = Voice(peak=0.66, voiced_s=0.4)
+CLEAR = VoiceActivity(peak=0.98, voiced_s=2.0)
+FAINT = VoiceActivity(peak=0.66, voiced_s=0.4)
 
 
 def decoding(
@@ -43,12 +43,12 @@ def decoding(
 
 
 def test_voice_is_measured_from_probabilities() -> None:
-    voice = Voice.measure(np.array([0.0, 0.6, 0.9, 0.4], np.float32))
+    voice = VoiceActivity.measure(np.array([0.0, 0.6, 0.9, 0.4], np.float32))
     assert voice.peak == pytest.approx(0.9)
     assert voice.voiced_s == pytest.approx(0.064)
     assert not voice.is_absent
-    assert Voice.measure(np.full(300, 0.25, np.float32)).is_absent
-    assert Voice.measure(np.zeros(0, np.float32)).is_absent
+    assert VoiceActivity.measure(np.full(300, 0.25, np.float32)).is_absent
+    assert VoiceActivity.measure(np.zeros(0, np.float32)).is_absent
 
 
 # (text, log-probability, tokens, peak, voiced seconds) as measured with tiny.en
@@ -69,7 +69,9 @@ def test_voice_is_measured_from_probabilities() -> None:
 def test_real_speech_survives(
     text: str, logprob: float, num_tokens: int, peak: float, voiced_s: float
 ) -> None:
-    assert is_speech(decoding(text, logprob, num_tokens=num_tokens), Voice(peak, voiced_s))
+    assert is_plausible(
+        decoding(text, logprob, num_tokens=num_tokens), VoiceActivity(peak, voiced_s)
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,9 @@ def test_real_speech_survives(
 def test_what_was_invented_over_noise_is_dropped(
     text: str, logprob: float, num_tokens: int, peak: float, voiced_s: float
 ) -> None:
-    assert not is_speech(decoding(text, logprob, num_tokens=num_tokens), Voice(peak, voiced_s))
+    assert not is_plausible(
+        decoding(text, logprob, num_tokens=num_tokens), VoiceActivity(peak, voiced_s)
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,29 +139,34 @@ def test_faults() -> None:
     assert find_fault(decoding("all is well here"), CLEAR) is None
     assert find_fault(decoding("all is well here", was_capped=True), CLEAR) is Fault.LOOP
     assert find_fault(decoding("all is well here", ratio=2.5), CLEAR) is Fault.LOOP
-    assert find_fault(decoding("should i get", num_tokens=3), Voice(0.99, 2.8)) is Fault.TOO_LITTLE
-    assert find_fault(decoding("all is well here", -1.2), CLEAR) is Fault.UNSURE
-    assert find_fault(decoding("4 1 5 5 5 5 0 1 3 2", num_tokens=10), Voice(0.99, 5.6)) is None
+    assert (
+        find_fault(decoding("should i get", num_tokens=3), VoiceActivity(0.99, 2.8))
+        is Fault.TOO_LITTLE
+    )
+    assert find_fault(decoding("all is well here", -1.2), CLEAR) is Fault.LOW_CONFIDENCE
+    assert (
+        find_fault(decoding("4 1 5 5 5 5 0 1 3 2", num_tokens=10), VoiceActivity(0.99, 5.6)) is None
+    )
 
 
 def test_better_prefers_the_sound_one_then_the_surer_one_and_the_shorter_loop() -> None:
     sound, surer = decoding("all is well here", -0.5), decoding("all is well there", -0.2)
     loop, longer = decoding("a b c a b c", -0.1), decoding("a b c a b c a b c", -0.05)
-    assert better(loop, sound, CLEAR) is sound
-    assert better(sound, surer, CLEAR) is surer
-    assert better(longer, loop, CLEAR) is loop
+    assert more_plausible(loop, sound, CLEAR) is sound
+    assert more_plausible(sound, surer, CLEAR) is surer
+    assert more_plausible(longer, loop, CLEAR) is loop
 
 
 def piece(probabilities: list[float], loudness: list[float] | None = None) -> AudioSegment:
     levels = loudness or [0.3 if p >= 0.5 else 0.001 for p in probabilities]
     noise = np.random.default_rng(0).standard_normal(len(levels) * WINDOW_SAMPLES)
     samples = (noise * np.repeat(levels, WINDOW_SAMPLES)).astype(np.float32)
-    return AudioSegment(samples, np.array(probabilities, np.float32))
+    return AudioSegment(samples, VadWindows(np.array(probabilities, np.float32)))
 
 
 def test_silence_at_the_ends_is_trimmed_to_a_second() -> None:
     trimmed = piece([0.0] * 100 + [0.9] * 10 + [0.0] * 200).trimmed()
-    assert trimmed.probabilities.size == 31 + 10 + 31
+    assert trimmed.windows.probabilities.size == 31 + 10 + 31
     assert trimmed.num_samples == 72 * WINDOW_SAMPLES
     assert piece([0.1] * 50).trimmed().num_samples == 0
     short = piece([0.0] * 3 + [0.9] * 10)
@@ -165,33 +174,33 @@ def test_silence_at_the_ends_is_trimmed_to_a_second() -> None:
 
 
 def test_halves_are_cut_in_the_pause() -> None:
-    left, right = piece([0.9] * 40 + [0.05] * 10 + [0.9] * 35).halves()
-    assert 40 <= left.probabilities.size < 50
-    assert left.probabilities.size + right.probabilities.size == 85
+    left, right = piece([0.9] * 40 + [0.05] * 10 + [0.9] * 35).split_in_half()
+    assert 40 <= left.windows.probabilities.size < 50
+    assert left.windows.probabilities.size + right.windows.probabilities.size == 85
 
 
 def test_without_a_pause_the_cut_is_where_it_is_least_loud() -> None:
     loudness = [0.3] * 35 + [0.02] * 7 + [0.3] * 43
-    left, _ = piece([0.9] * 85, loudness).halves()
-    assert 35 <= left.probabilities.size < 42
+    left, _ = piece([0.9] * 85, loudness).split_in_half()
+    assert 35 <= left.windows.probabilities.size < 42
 
 
 def test_long_audio_is_cut_at_pauses_and_nothing_is_lost() -> None:
     talk = ([0.9] * 90 + [0.02] * 12) * 30  # 98 s
     whole = piece(talk)
-    parts = whole.parts(28.0)
+    parts = whole.split_at_pauses(28.0)
     assert all(part.duration_s <= 28.0 for part in parts)
     np.testing.assert_array_equal(np.concatenate([p.samples for p in parts]), whole.samples)
     for part in parts[:-1]:
         assert part.duration_s > 15.0
-        assert part.probabilities[-2:].max() < 0.5
-    assert len(piece([0.9] * 100).parts(28.0)) == 1
+        assert part.windows.probabilities[-2:].max() < 0.5
+    assert len(piece([0.9] * 100).split_at_pauses(28.0)) == 1
 
 
 @given(st.lists(st.floats(0, 1, width=32), max_size=300), st.floats(0.1, 3.0))
 def test_cutting_never_loses_a_sample(probabilities: list[float], max_s: float) -> None:
     whole = piece(probabilities)
-    parts = whole.parts(max_s)
+    parts = whole.split_at_pauses(max_s)
     np.testing.assert_array_equal(np.concatenate([p.samples for p in parts]), whole.samples)
     assert all(p.duration_s <= max(max_s, 0.032) for p in parts)
-    assert all(p.num_samples == p.probabilities.size * WINDOW_SAMPLES for p in parts)
+    assert all(p.num_samples == p.windows.probabilities.size * WINDOW_SAMPLES for p in parts)

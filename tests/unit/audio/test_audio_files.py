@@ -17,8 +17,8 @@ import soundfile
 from av.audio.frame import AudioFrame
 
 from audio.asr.word_timing import WordTime
-from audio.errors import AudioFormatError, NotWantedError
-from audio.files.captions import lines_of, to_srt, to_vtt
+from audio.errors import AbandonedError, AudioFormatError
+from audio.files.captions import split_into_lines, to_srt, to_vtt
 from audio.files.containers import read_speech
 from audio.files.encoders import MEDIA_TYPES, FileFormat, make_encoder
 from audio.frame import Samples
@@ -33,7 +33,7 @@ def tone(seconds: float, rate: int = RATE) -> Samples:
 
 def made(file_format: FileFormat, samples: Samples, piece: int = 5_000) -> list[bytes]:
     encoder = make_encoder(file_format, RATE)
-    parts = [encoder.feed(samples[i : i + piece]) for i in range(0, len(samples), piece)]
+    parts = [encoder.encode(samples[i : i + piece]) for i in range(0, len(samples), piece)]
     return [*parts, encoder.finish()]
 
 
@@ -243,7 +243,7 @@ def test_values_that_are_no_numbers() -> None:
 
 
 def test_a_recording_that_nobody_waits_for() -> None:
-    with pytest.raises(NotWantedError):
+    with pytest.raises(AbandonedError):
         read_speech(of_soundfile("FLAC"), max_s=60, is_wanted=lambda: False)
 
 
@@ -295,26 +295,32 @@ def words(text: str, *, each_s: float = 0.5, at_s: float = 0.0) -> list[WordTime
 
 def test_lines_end_with_sentences_at_pauses_and_before_they_are_too_long() -> None:
     said = [*words("I saw Mr. Hale. He left."), *words("and then", at_s=5.0)]
-    assert [line.text for line in lines_of(said)] == ["I saw Mr. Hale.", "He left.", "and then"]
-    long = lines_of(words("word " * 40))
+    assert [line.text for line in split_into_lines(said)] == [
+        "I saw Mr. Hale.",
+        "He left.",
+        "and then",
+    ]
+    long = split_into_lines(words("word " * 40))
     assert [len(line.text) for line in long] == [84, 84, 29]
     assert [word for line in long for word in line.words] == words("word " * 40)
-    commas = lines_of(words("one two three four five six seven eight nine ten eleven, twelve"))
+    commas = split_into_lines(
+        words("one two three four five six seven eight nine ten eleven, twelve")
+    )
     assert [line.text[-6:] for line in commas] == ["leven,", "twelve"]
-    assert lines_of([]) == []
+    assert split_into_lines([]) == []
 
 
 def test_a_line_spans_its_words() -> None:
-    (line,) = lines_of(words("a b c", at_s=1.0))
+    (line,) = split_into_lines(words("a b c", at_s=1.0))
     assert (line.start_s, line.end_s, line.tokens) == (1.0, 2.5, [0, 1, 2])
-    assert lines_of(words("今日 は"), joint="")[0].text == "今日は"
+    assert split_into_lines(words("今日 は"), joint="")[0].text == "今日は"
 
 
 def test_subtitles() -> None:
     said = [WordTime("Tom", 3723.0, 3723.4), WordTime("&", 3723.4, 3723.5)]
     said += [WordTime("<Jerry>.", 3723.5, 3724.9996)]
-    assert to_srt(lines_of(said)) == "1\n01:02:03,000 --> 01:02:05,000\nTom & <Jerry>.\n\n"
-    assert to_vtt(lines_of(said)) == (
+    assert to_srt(split_into_lines(said)) == "1\n01:02:03,000 --> 01:02:05,000\nTom & <Jerry>.\n\n"
+    assert to_vtt(split_into_lines(said)) == (
         "WEBVTT\n\n01:02:03.000 --> 01:02:05.000\nTom &amp; &lt;Jerry&gt;.\n\n"
     )
     assert to_srt([]) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from audio.echo_canceller import FRAME, EchoCanceller
+from audio.echo_canceller import FRAME_SAMPLES, EchoCanceller
 from audio.frame import SPEECH_RATE, Samples
 
 
@@ -35,14 +35,14 @@ def echo_of(played: Samples, delay_ms: int, level_db: float) -> Samples:
     room[0] = 1.0
     wet = np.pad(np.convolve(played, room), (delay_ms * SPEECH_RATE // 1000, 0))
     wet *= 10 ** (level_db / 20)
-    wet = wet[: wet.size // FRAME * FRAME]
+    wet = wet[: wet.size // FRAME_SAMPLES * FRAME_SAMPLES]
     return (wet + rng.normal(0, 2e-4, wet.size)).astype(np.float32)
 
 
 def cleaned(canceller: EchoCanceller, heard: Samples, start: int = 0) -> Samples:
-    parts = heard.reshape(-1, FRAME)
+    parts = heard.reshape(-1, FRAME_SAMPLES)
     return np.concatenate(
-        [canceller.clean(part, start + i * FRAME) for i, part in enumerate(parts)]
+        [canceller.cancel(part, start + i * FRAME_SAMPLES) for i, part in enumerate(parts)]
     )
 
 
@@ -56,7 +56,7 @@ def test_an_echo_is_taken_out_whatever_its_level_delay_and_rate(
     canceller = EchoCanceller()
     own = played[:: 48_000 // rate]
     for start in range(0, own.size, rate // 10):  # as it is sent, 100 ms at a time
-        canceller.play(own[start : start + rate // 10], rate, start * SPEECH_RATE // rate)
+        canceller.add_playback(own[start : start + rate // 10], rate, start * SPEECH_RATE // rate)
     heard = echo_of(played[::3], delay_ms, in_db)
     after = cleaned(canceller, heard)
     second = slice(2 * SPEECH_RATE, 5 * SPEECH_RATE)
@@ -66,7 +66,7 @@ def test_an_echo_is_taken_out_whatever_its_level_delay_and_rate(
 def test_another_voice_is_left_in() -> None:
     played, other = babble(0, 6.0), babble(5, 2.0)
     canceller = EchoCanceller()
-    canceller.play(played, SPEECH_RATE, 0)
+    canceller.add_playback(played, SPEECH_RATE, 0)
     heard = echo_of(played, 100, -3)
     heard[3 * SPEECH_RATE : 5 * SPEECH_RATE] += other
     after = cleaned(canceller, heard)[3 * SPEECH_RATE : 5 * SPEECH_RATE]
@@ -80,23 +80,23 @@ def test_another_voice_is_left_in() -> None:
 
 def test_nothing_played_is_nothing_heard() -> None:
     canceller = EchoCanceller()
-    assert not canceller.is_sounding(0)
-    canceller.play(babble(0, 1.0), SPEECH_RATE, 1_000)
-    assert canceller.is_sounding(0) and canceller.is_sounding(17_000 + SPEECH_RATE - 1)
-    assert not canceller.is_sounding(17_000 + SPEECH_RATE)
+    assert not canceller.may_echo_at(0)
+    canceller.add_playback(babble(0, 1.0), SPEECH_RATE, 1_000)
+    assert canceller.may_echo_at(0) and canceller.may_echo_at(17_000 + SPEECH_RATE - 1)
+    assert not canceller.may_echo_at(17_000 + SPEECH_RATE)
 
 
 def test_what_was_stopped_did_not_sound() -> None:
     canceller = EchoCanceller()
     sound = babble(0, 2.0)
     for start in range(0, sound.size, 1_600):
-        canceller.play(sound[start : start + 1_600], SPEECH_RATE, start)
-    canceller.stop(5_000)
+        canceller.add_playback(sound[start : start + 1_600], SPEECH_RATE, start)
+    canceller.stop_playback(5_000)
     np.testing.assert_array_equal(canceller._take(0, 5_000), sound[:5_000])
     assert not canceller._take(5_000, 4_000).any()
-    assert not canceller.is_sounding(5_000 + SPEECH_RATE)
+    assert not canceller.may_echo_at(5_000 + SPEECH_RATE)
     again = babble(1, 0.5)
-    canceller.play(again, SPEECH_RATE, 9_000)
+    canceller.add_playback(again, SPEECH_RATE, 9_000)
     np.testing.assert_array_equal(canceller._take(9_000, again.size), again)
 
 
@@ -105,45 +105,45 @@ def test_chunks_that_follow_one_another_join_without_a_gap() -> None:
     sound = babble(2, 1.0, 24_000)
     for start in range(0, sound.size, 2_400):
         at = start * 2 // 3 + (start // 2_400) % 3  # clocks are not exact
-        canceller.play(sound[start : start + 2_400], 24_000, at)
+        canceller.add_playback(sound[start : start + 2_400], 24_000, at)
     whole = EchoCanceller()
-    whole.play(sound, 24_000, 0)
+    whole.add_playback(sound, 24_000, 0)
     np.testing.assert_allclose(canceller._take(0, 15_000), whole._take(0, 15_000), atol=1e-6)
 
 
 def test_what_sounded_is_forgotten() -> None:
     canceller = EchoCanceller()
     for start in range(0, 10 * SPEECH_RATE, 1_600):
-        canceller.play(babble(0, 0.1), SPEECH_RATE, start)
-        canceller.clean(np.zeros(1_600, np.float32), start)
+        canceller.add_playback(babble(0, 0.1), SPEECH_RATE, start)
+        canceller.cancel(np.zeros(1_600, np.float32), start)
     assert len(canceller._played) <= 1
 
 
 def test_a_microphone_that_does_not_hear_us_is_believed_after_a_while() -> None:
     canceller = EchoCanceller()
     sound = babble(0, 4.0)
-    canceller.play(sound, SPEECH_RATE, 0)
-    quiet = np.zeros(FRAME * 3, np.float32)
+    canceller.add_playback(sound, SPEECH_RATE, 0)
+    quiet = np.zeros(FRAME_SAMPLES * 3, np.float32)
     for window in range(100):
-        canceller.clean(quiet, window * quiet.size)
+        canceller.cancel(quiet, window * quiet.size)
         if window == 5:
-            assert canceller.judge(0.9, 0.1, 0.35) == 0.1, "it may be an echo"
-        assert canceller.judge(0.0, 0.0, 0.35) == 0.0
-    assert canceller.judge(0.9, 0.1, 0.35) == 0.9
+            assert canceller.gate_probability(0.9, 0.1, 0.35) == 0.1, "it may be an echo"
+        assert canceller.gate_probability(0.0, 0.0, 0.35) == 0.0
+    assert canceller.gate_probability(0.9, 0.1, 0.35) == 0.9
     # A voice that is always gone once ours is taken away is ours.
     for _ in range(20):
-        canceller.judge(0.9, 0.1, 0.35)
-    assert canceller.judge(0.9, 0.1, 0.35) == 0.1
-    assert canceller.judge(0.9, 0.8, 0.35) == 0.8
+        canceller.gate_probability(0.9, 0.1, 0.35)
+    assert canceller.gate_probability(0.9, 0.1, 0.35) == 0.1
+    assert canceller.gate_probability(0.9, 0.8, 0.35) == 0.8
 
 
 def test_silence_while_nothing_is_played_says_nothing_of_the_microphone() -> None:
     canceller = EchoCanceller()
-    canceller.play(np.zeros(4 * SPEECH_RATE, np.float32), SPEECH_RATE, 0)
+    canceller.add_playback(np.zeros(4 * SPEECH_RATE, np.float32), SPEECH_RATE, 0)
     for window in range(100):
-        canceller.clean(np.zeros(480, np.float32), window * 480)
-        canceller.judge(0.0, 0.0, 0.35)
-    assert canceller.judge(0.9, 0.1, 0.35) == 0.1
+        canceller.cancel(np.zeros(480, np.float32), window * 480)
+        canceller.gate_probability(0.0, 0.0, 0.35)
+    assert canceller.gate_probability(0.9, 0.1, 0.35) == 0.1
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -153,8 +153,8 @@ def test_what_was_said_is_not_kept_for_the_length_of_a_call(is_heard: bool) -> N
     voice = babble(3, 0.1)
     for chunk in range(6_000):  # ten minutes
         ahead = 16_000 + (chunk * 1_600 - position if is_heard else 0)
-        canceller.play(voice, SPEECH_RATE, position + ahead)
-        canceller.forget(position - SPEECH_RATE)
+        canceller.add_playback(voice, SPEECH_RATE, position + ahead)
+        canceller.discard_before(position - SPEECH_RATE)
         position += 1_600 * is_heard
     kept = sum(piece.size for _, piece in canceller._played)
     assert kept <= 3 * SPEECH_RATE

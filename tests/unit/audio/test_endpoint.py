@@ -36,7 +36,9 @@ def feed(
     return [
         event
         for i, p in enumerate(probabilities)
-        for event in endpointer.feed(p, first_sample + i * WINDOW, first_sample + (i + 1) * WINDOW)
+        for event in endpointer.process_window(
+            p, first_sample + i * WINDOW, first_sample + (i + 1) * WINDOW
+        )
     ]
 
 
@@ -52,10 +54,12 @@ def test_one_turn() -> None:
 
 def test_start_comes_with_the_second_voiced_window() -> None:
     endpointer = Endpointer(ServerVadConfig())
-    assert endpointer.feed(0.9, 0, 512) == []
+    assert endpointer.process_window(0.9, 0, 512) == []
     assert endpointer.state is VoiceState.SILENT
     assert endpointer.last_voiced_sample is None
-    assert endpointer.feed(0.4, 512, 1024) == [VoiceStarted(0, 0)]  # above the exit threshold
+    assert endpointer.process_window(0.4, 512, 1024) == [
+        VoiceStarted(0, 0)
+    ]  # above the exit threshold
     assert endpointer.state is VoiceState.SPEAKING
     assert endpointer.last_voiced_sample == 1024
 
@@ -141,7 +145,9 @@ def test_config_may_change_within_a_turn() -> None:
     endpointer = Endpointer(ServerVadConfig())
     feed(endpointer, [0.9] * 5 + [0.0] * 6)
     endpointer.config = ServerVadConfig(silence_ms=200)
-    assert endpointer.feed(0.0, 11 * WINDOW, 12 * WINDOW) == [VoiceEnded(5 * WINDOW, 12 * WINDOW)]
+    assert endpointer.process_window(0.0, 11 * WINDOW, 12 * WINDOW) == [
+        VoiceEnded(5 * WINDOW, 12 * WINDOW)
+    ]
 
 
 def test_reset_forgets_the_turn() -> None:

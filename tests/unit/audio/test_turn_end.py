@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audio.asr.hallucination_filter import PunctuationLogprobs
-from audio.endpointing.prosody import Prosody, measure_end
+from audio.endpointing.prosody import Prosody, measure_prosody
 from audio.endpointing.semantic import (
-    WAITS,
+    ENDPOINTING_DELAYS,
     Completeness,
     Eagerness,
     Evidence,
-    judge,
-    mark_signs,
-    score,
-    silence_ms,
-    tells,
+    classify_completeness,
+    end_of_turn_probability,
+    endpointing_delay_ms,
+    is_declarative,
+    punctuation_features,
 )
 from audio.frame import SPEECH_RATE, Samples
 
@@ -77,7 +77,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("text", "expected"), TABLE)
 def test_completeness(text: str, expected: Completeness) -> None:
-    assert judge(text) is expected
+    assert classify_completeness(text) is expected
 
 
 SURE_OF_A_STOP = PunctuationLogprobs(-0.05, -4.0, -5.0, -6.0, -6.0, -5.0)
@@ -110,7 +110,7 @@ REQUESTS = (
 
 @pytest.mark.parametrize("text", STORIES)
 def test_a_story_is_told_from_a_request(text: str) -> None:
-    assert tells(text)
+    assert is_declarative(text)
 
 
 def test_an_end_that_is_heard_in_a_story_is_believed_less() -> None:
@@ -118,12 +118,17 @@ def test_an_end_that_is_heard_in_a_story_is_believed_less() -> None:
     asked = "What was the forest near Ingolstadt?"
     for odds in (1.0, 2.0):
         gains = [
-            math.log(score(heard) / (1 - score(heard))) - math.log(score(deaf) / (1 - score(deaf)))
+            math.log(end_of_turn_probability(heard) / (1 - end_of_turn_probability(heard)))
+            - math.log(end_of_turn_probability(deaf) / (1 - end_of_turn_probability(deaf)))
             for text in (said, asked)
             for deaf, heard in [
                 (
-                    Evidence(text, end_logprob=-1.0, end_marks=SURE_OF_A_STOP, end_odds=0.0),
-                    Evidence(text, end_logprob=-1.0, end_marks=SURE_OF_A_STOP, end_odds=odds),
+                    Evidence(
+                        text, end_logprob=-1.0, punctuation=SURE_OF_A_STOP, end_of_turn_logit=0.0
+                    ),
+                    Evidence(
+                        text, end_logprob=-1.0, punctuation=SURE_OF_A_STOP, end_of_turn_logit=odds
+                    ),
                 )
             ]
         ]
@@ -132,16 +137,16 @@ def test_an_end_that_is_heard_in_a_story_is_believed_less() -> None:
 
 @pytest.mark.parametrize("text", REQUESTS)
 def test_requests_and_short_answers_are_no_stories(text: str) -> None:
-    assert not tells(text)
+    assert not is_declarative(text)
 
 
 @given(st.text(max_size=80))
 def test_any_text_has_a_completeness_and_a_wait(text: str) -> None:
-    assert isinstance(judge(text), Completeness)
-    for eagerness in WAITS:
-        waits = WAITS[eagerness]
-        least, most = waits.sure, max(waits.unsure, waits.counting, waits.trailing)
-        assert least <= silence_ms(Evidence(text), eagerness) <= most
+    assert isinstance(classify_completeness(text), Completeness)
+    for eagerness in ENDPOINTING_DELAYS:
+        waits = ENDPOINTING_DELAYS[eagerness]
+        least, most = waits.min_ms, max(waits.max_ms, waits.counting_ms, waits.trailing_ms)
+        assert least <= endpointing_delay_ms(Evidence(text), eagerness) <= most
 
 
 @given(
@@ -154,9 +159,9 @@ def test_a_likelier_end_never_means_a_longer_wait(
     text: str, one: float, other: float, eagerness: Eagerness
 ) -> None:
     low, high = sorted((one, other))
-    assert silence_ms(Evidence(text, end_logprob=high), eagerness) <= silence_ms(
-        Evidence(text, end_logprob=low), eagerness
-    )
+    assert endpointing_delay_ms(
+        Evidence(text, end_logprob=high), eagerness
+    ) <= endpointing_delay_ms(Evidence(text, end_logprob=low), eagerness)
 
 
 @given(
@@ -176,13 +181,13 @@ def test_an_end_that_is_heard_better_never_means_a_longer_wait(
     model: float | None,
 ) -> None:
     low, high = (
-        silence_ms(
+        endpointing_delay_ms(
             Evidence(
                 text,
                 end_logprob=end_logprob,
-                end_marks=marks,
-                end_odds=odds,
-                model_probability=model,
+                punctuation=marks,
+                end_of_turn_logit=odds,
+                smart_turn_probability=model,
             )
         )
         for odds in sorted((one, other))
@@ -197,7 +202,7 @@ def test_nor_does_an_end_that_the_model_expects_where_it_is_heard(
     text: str, odds: float, one: float, other: float
 ) -> None:
     low, high = (
-        silence_ms(Evidence(text, end_logprob=logprob, end_odds=odds))
+        endpointing_delay_ms(Evidence(text, end_logprob=logprob, end_of_turn_logit=odds))
         for logprob in sorted((one, other))
     )
     assert high <= low
@@ -205,83 +210,101 @@ def test_nor_does_an_end_that_the_model_expects_where_it_is_heard(
 
 @pytest.mark.parametrize(("text", "kind"), TABLE)
 def test_the_eager_wait_less_than_the_patient(text: str, kind: Completeness) -> None:
-    high, medium, low = (silence_ms(Evidence(text), e) for e in ("high", "medium", "low"))
+    high, medium, low = (endpointing_delay_ms(Evidence(text), e) for e in ("high", "medium", "low"))
     assert high <= medium <= low
-    assert silence_ms(Evidence(text), "auto") == medium
+    assert endpointing_delay_ms(Evidence(text), "auto") == medium
 
 
 def test_a_whole_question_is_answered_at_once_and_half_a_sentence_waited_for() -> None:
     falling = Prosody((-14.0, -9.0, -8.0), -0.15, -0.25, 0.2, 0.5)
     whole = Evidence("What's the weather like?", falling, end_logprob=-0.1)
     half = Evidence("And so my fellow Americans.", falling, end_logprob=-6.0)
-    assert silence_ms(whole) == WAITS["auto"].sure
-    assert silence_ms(half) >= 700, "the model does not expect the full stop that Whisper set"
-    assert silence_ms(Evidence("I want to go to the.", falling, end_logprob=-0.1)) >= 1_100
+    assert endpointing_delay_ms(whole) == ENDPOINTING_DELAYS["auto"].min_ms
+    assert endpointing_delay_ms(half) >= 700, (
+        "the model does not expect the full stop that Whisper set"
+    )
+    assert (
+        endpointing_delay_ms(Evidence("I want to go to the.", falling, end_logprob=-0.1)) >= 1_100
+    )
 
 
 def test_without_the_models_word_a_full_stop_is_not_believed_so_easily() -> None:
     text = "I would like to know how to make it."
     told = Evidence(text, end_logprob=-0.3)
-    assert silence_ms(Evidence(text), "high") > silence_ms(told, "high")
-    assert silence_ms(Evidence(text)) > 400
+    assert endpointing_delay_ms(Evidence(text), "high") > endpointing_delay_ms(told, "high")
+    assert endpointing_delay_ms(Evidence(text)) > 400
 
 
 def test_a_word_that_cannot_end_a_sentence_is_doubted_where_the_end_is_heard() -> None:
     text = "Please verify my reservation at Bardon A"
     heard, unheard = (
-        Evidence(text, end_logprob=-0.5, end_marks=SURE_OF_A_STOP, end_odds=odds)
+        Evidence(text, end_logprob=-0.5, punctuation=SURE_OF_A_STOP, end_of_turn_logit=odds)
         for odds in (4.0, None)
     )
-    assert judge(text) is TRAILING
-    assert silence_ms(heard) == WAITS["auto"].likely
-    assert silence_ms(unheard) == WAITS["auto"].trailing
+    assert classify_completeness(text) is TRAILING
+    assert endpointing_delay_ms(heard) == ENDPOINTING_DELAYS["auto"].likely_ms
+    assert endpointing_delay_ms(unheard) == ENDPOINTING_DELAYS["auto"].trailing_ms
 
 
 def test_digits_and_unfinished_words_get_more_than_a_second() -> None:
     for text in ("4 1 5 5", "I would like to", "Police dogs,"):
-        assert silence_ms(Evidence(text, end_logprob=0.0)) > 1_000
+        assert endpointing_delay_ms(Evidence(text, end_logprob=0.0)) > 1_000
 
 
 @pytest.mark.parametrize("end_logprob", [None, -1.5])
 def test_the_recognisers_own_doubt_about_its_full_stop_is_heard(end_logprob: float | None) -> None:
     text = "I would like to know how to make it."
     stop, more = (
-        Evidence(text, end_logprob=end_logprob, end_marks=marks)
+        Evidence(text, end_logprob=end_logprob, punctuation=marks)
         for marks in (SURE_OF_A_STOP, SURE_OF_MORE)
     )
-    assert score(stop) > score(more) + 0.2
-    assert silence_ms(more) == WAITS["auto"].unsure > silence_ms(stop)
+    assert end_of_turn_probability(stop) > end_of_turn_probability(more) + 0.2
+    assert (
+        endpointing_delay_ms(more) == ENDPOINTING_DELAYS["auto"].max_ms > endpointing_delay_ms(stop)
+    )
 
 
 @given(st.lists(st.floats(-21, 0), min_size=6, max_size=6))
 def test_any_marks_have_signs(logprobs: list[float]) -> None:
     marks = PunctuationLogprobs(*logprobs)
-    assert all(math.isfinite(sign) for sign in mark_signs(marks))
-    assert 0 < score(Evidence("Good morning.", end_marks=marks)) < 1
+    assert all(math.isfinite(sign) for sign in punctuation_features(marks))
+    assert 0 < end_of_turn_probability(Evidence("Good morning.", punctuation=marks)) < 1
 
 
 def test_what_a_turn_model_says_counts() -> None:
     for text, logprob in (("And so my fellow Americans", -5.0), ("What's the weather like?", -0.1)):
         no, unknown, yes = (
-            Evidence(text, end_logprob=logprob, model_probability=p) for p in (0.02, None, 0.98)
+            Evidence(text, end_logprob=logprob, smart_turn_probability=p)
+            for p in (0.02, None, 0.98)
         )
-        assert 0 < score(no) < score(unknown) < score(yes) < 1
+        assert (
+            0
+            < end_of_turn_probability(no)
+            < end_of_turn_probability(unknown)
+            < end_of_turn_probability(yes)
+            < 1
+        )
     certain, doubtful = (
-        Evidence("I would like to know how to make it.", model_probability=p) for p in (0.98, 0.02)
+        Evidence("I would like to know how to make it.", smart_turn_probability=p)
+        for p in (0.98, 0.02)
     )
-    assert silence_ms(certain) < silence_ms(doubtful) == WAITS["auto"].unsure
+    assert (
+        endpointing_delay_ms(certain)
+        < endpointing_delay_ms(doubtful)
+        == ENDPOINTING_DELAYS["auto"].max_ms
+    )
 
 
 @pytest.mark.parametrize("end_logprob", [None, -1.5])
 def test_what_the_recognisers_ear_says_counts(end_logprob: float | None) -> None:
     text = "I would like to know how to make it."
     done, going_on = (
-        Evidence(text, end_logprob=end_logprob, end_marks=SURE_OF_A_STOP, end_odds=odds)
+        Evidence(text, end_logprob=end_logprob, punctuation=SURE_OF_A_STOP, end_of_turn_logit=odds)
         for odds in (4.0, -4.0)
     )
-    assert score(done) > score(going_on) + 0.5
-    assert silence_ms(done) == WAITS["auto"].sure
-    assert silence_ms(going_on) == WAITS["auto"].unsure
+    assert end_of_turn_probability(done) > end_of_turn_probability(going_on) + 0.5
+    assert endpointing_delay_ms(done) == ENDPOINTING_DELAYS["auto"].min_ms
+    assert endpointing_delay_ms(going_on) == ENDPOINTING_DELAYS["auto"].max_ms
 
 
 def tone(hz: float, seconds: float, level: float = 0.3) -> Samples:
@@ -294,7 +317,7 @@ def tone(hz: float, seconds: float, level: float = 0.3) -> Samples:
 def test_a_falling_voice_is_seen_to_fall() -> None:
     flat = np.concatenate((tone(150, 1.5), tone(150, 0.3)))
     fallen = np.concatenate((tone(150, 1.5), tone(110, 0.3, 0.1)))
-    even, down = measure_end(flat, flat.size), measure_end(fallen, fallen.size)
+    even, down = measure_prosody(flat, flat.size), measure_prosody(fallen, fallen.size)
     assert even.pitch_drop == pytest.approx(0, abs=0.02)
     assert down.pitch_drop == pytest.approx(np.log(110 / 150), abs=0.03)
     assert even.levels_db[0] > -1 > -8 > down.levels_db[0]
@@ -304,25 +327,27 @@ def test_a_falling_voice_is_seen_to_fall() -> None:
 @pytest.mark.parametrize("num_samples", [0, 1, 500, 1_120, 40_000])
 def test_what_is_no_voice_has_no_prosody(num_samples: int) -> None:
     silence = np.zeros(num_samples, np.float32)
-    assert measure_end(silence, num_samples) == Prosody(measure_end(silence, num_samples).levels_db)
+    assert measure_prosody(silence, num_samples) == Prosody(
+        measure_prosody(silence, num_samples).levels_db
+    )
 
 
 def test_only_what_lies_before_the_end_counts() -> None:
     voice = tone(200, 1.0)
     noisy = np.concatenate((voice, np.random.default_rng(0).normal(0, 0.5, 8_000))).astype("f4")
-    assert measure_end(noisy, voice.size) == measure_end(voice, voice.size)
+    assert measure_prosody(noisy, voice.size) == measure_prosody(voice, voice.size)
 
 
 def test_waits_are_in_order() -> None:
     for one, other in itertools.pairwise(("high", "medium", "low")):
-        a, b = WAITS[one], WAITS[other]  # type: ignore[index]
-        assert (a.sure, a.unsure, a.unknown) < (b.sure, b.unsure, b.unknown)
-        assert (a.sure_score, a.likely) < (b.sure_score, b.likely)
+        a, b = ENDPOINTING_DELAYS[one], ENDPOINTING_DELAYS[other]  # type: ignore[index]
+        assert (a.min_ms, a.max_ms, a.no_transcript_ms) < (b.min_ms, b.max_ms, b.no_transcript_ms)
+        assert (a.confident_from, a.likely_ms) < (b.confident_from, b.likely_ms)
 
 
 @pytest.mark.parametrize("part", ["and ", "so well and ", "a.", "4, 1, ", "... ", " ", "日", "a-"])
 def test_a_very_long_turn_is_judged_soon(part: str) -> None:
     text = part * (400_000 // len(part))
     began_s = time.process_time()
-    silence_ms(Evidence(text, end_odds=0.0))
+    endpointing_delay_ms(Evidence(text, end_of_turn_logit=0.0))
     assert time.process_time() - began_s < 3.0  # which time that grows as its square is not

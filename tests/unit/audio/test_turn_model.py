@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from transformers import WhisperFeatureExtractor
 
 from app.conversation.session_config import TurnDetection
-from audio.endpointing.smart_turn import NUM_FRAMES, NUM_MELS, TurnModel
+from audio.endpointing.smart_turn import NUM_FRAMES, NUM_MELS, SmartTurnModel
 from audio.errors import ModelError
 from audio.frame import SPEECH_RATE, Samples
 from tests.support.fakes import ScriptedEngine, silence, voice
@@ -62,7 +62,7 @@ def noise(seconds: float) -> Samples:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 3.0, 8.0, 11.0])
 def test_features_are_those_of_whisper(tmp_path: Path, seconds: float) -> None:
-    model = TurnModel(tiny_model(tmp_path / "turn.onnx"))
+    model = SmartTurnModel(tiny_model(tmp_path / "turn.onnx"))
     samples = noise(seconds)
     last = samples[-8 * SPEECH_RATE :]
     padded = np.concatenate((np.zeros(8 * SPEECH_RATE - len(last), np.float32), last))
@@ -76,7 +76,7 @@ def test_features_are_those_of_whisper(tmp_path: Path, seconds: float) -> None:
 
 
 def test_the_probability_is_the_networks(tmp_path: Path) -> None:
-    model = TurnModel(tiny_model(tmp_path / "turn.onnx"))
+    model = SmartTurnModel(tiny_model(tmp_path / "turn.onnx"))
     quiet = np.zeros(SPEECH_RATE, np.float32)
     assert model.probability(np.concatenate((quiet, noise(0.5)))) > 0.9
     assert model.probability(np.concatenate((noise(4.0), quiet))) < 0.1
@@ -86,10 +86,10 @@ def test_what_is_no_turn_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_bytes(b"no")
     for path in (tmp_path / "text.onnx", tmp_path / "missing.onnx"):
         with pytest.raises(ModelError, match=path.name):
-            TurnModel(path)
+            SmartTurnModel(path)
     with pytest.raises(ModelError, match=r"expected one input \[n, 80, 800\]"):
-        TurnModel(tiny_model(tmp_path / "other.onnx", num_frames=3_000))
-    raw = TurnModel(tiny_model(tmp_path / "raw.onnx", sigmoid=False))
+        SmartTurnModel(tiny_model(tmp_path / "other.onnx", num_frames=3_000))
+    raw = SmartTurnModel(tiny_model(tmp_path / "raw.onnx", sigmoid=False))
     with pytest.raises(ModelError, match="is no probability"):
         raw.probability(np.concatenate((np.zeros(SPEECH_RATE, np.float32), noise(0.5))))
 

@@ -36,7 +36,7 @@ def stream() -> tuple[VadStream, RecordingModel]:
 def test_any_cutting_gives_the_same_windows_with_their_context(sizes: list[int]) -> None:
     x = np.arange(1, sum(sizes) + 1, dtype=np.float32)
     vad, model = stream()
-    probabilities = [p for chunk in np.split(x, np.cumsum(sizes)) for p in vad.feed(chunk)]
+    probabilities = [p for chunk in np.split(x, np.cumsum(sizes)) for p in vad.detect(chunk)]
     num_windows = x.size // WINDOW_SAMPLES
     assert probabilities == list(range(num_windows))  # the state went along
     padded = np.concatenate((np.zeros(CONTEXT_SAMPLES, np.float32), x))
@@ -45,15 +45,15 @@ def test_any_cutting_gives_the_same_windows_with_their_context(sizes: list[int])
         expected = padded[start : start + CONTEXT_SAMPLES + WINDOW_SAMPLES]
         np.testing.assert_array_equal(window[0], expected)
     assert vad.num_samples_seen == x.size
-    assert vad.num_samples_judged == num_windows * WINDOW_SAMPLES
+    assert vad.num_samples_scored == num_windows * WINDOW_SAMPLES
 
 
 def test_reset_starts_a_new_stream() -> None:
     vad, model = stream()
-    vad.feed(np.ones(WINDOW_SAMPLES + 100, np.float32))
+    vad.detect(np.ones(WINDOW_SAMPLES + 100, np.float32))
     vad.reset()
-    assert (vad.num_samples_seen, vad.num_samples_judged) == (0, 0)
-    assert vad.feed(np.full(WINDOW_SAMPLES, 0.5, np.float32)) == [0.0]
+    assert (vad.num_samples_seen, vad.num_samples_scored) == (0, 0)
+    assert vad.detect(np.full(WINDOW_SAMPLES, 0.5, np.float32)) == [0.0]
     assert (model.inputs[-1][0, :CONTEXT_SAMPLES] == 0).all()
     assert (model.inputs[-1][0, CONTEXT_SAMPLES:] == 0.5).all()
 
@@ -62,9 +62,9 @@ def test_two_callers_on_one_model_do_not_mix() -> None:
     model = RecordingModel()
     one, two = VadStream(cast(VadModel, model)), VadStream(cast(VadModel, model))
     window = np.zeros(WINDOW_SAMPLES, np.float32)
-    assert one.feed(window) == [0.0]
-    assert one.feed(window) == [1.0]
-    assert two.feed(window) == [0.0]
+    assert one.detect(window) == [0.0]
+    assert one.detect(window) == [1.0]
+    assert two.detect(window) == [0.0]
 
 
 def test_a_broken_model_file_is_a_clear_error(tmp_path: Path) -> None:

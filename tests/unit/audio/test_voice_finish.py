@@ -21,7 +21,7 @@ def finished(
 ) -> Samples:
     finisher = SpeechPostprocessor(RATE, gain, pause)
     step = step or max(1, len(raw))
-    parts = [finisher.feed(raw[i : i + step]) for i in range(0, len(raw), step)]
+    parts = [finisher.process(raw[i : i + step]) for i in range(0, len(raw), step)]
     return np.concatenate([*parts, finisher.flush()])
 
 

@@ -112,7 +112,7 @@ def test_parts_of_the_frames_give_the_samples_of_the_whole(tmp_path: Path, num_f
     utterance = VitsSession(path).open(ids.tolist(), scales.tolist(), None)
     taken = []
     while not utterance.is_over:
-        taken.append(utterance.take(num_frames))
+        taken.append(utterance.decode_frames(num_frames))
     np.testing.assert_allclose(np.concatenate(taken), expected, atol=1e-5)
 
 

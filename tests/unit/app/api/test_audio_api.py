@@ -23,7 +23,7 @@ from app.api.http.errors import error_response
 from app.conversation.speech.asr_scheduler import BusyRecognizerError
 from app.server.lifecycle import create_app, listening
 from audio.asr.recognizer import Transcript
-from audio.errors import ModelError, NotWantedError
+from audio.errors import AbandonedError, ModelError
 from audio.frame import Samples
 from tests.support.fakes import ScriptedEngine, ScriptedRecognizer, ToneSynthesizer, fake_services
 from tests.unit.app.api.test_chat_api import error_of, eventually
@@ -392,7 +392,7 @@ class Held(ScriptedRecognizer):
         while not self.may.wait(0.01):
             if not is_wanted():
                 self.num_given_up += 1
-                raise NotWantedError("nobody waits")
+                raise AbandonedError("nobody waits")
         return super().transcribe(samples)
 
 

@@ -23,7 +23,7 @@ from app.conversation.events import (
 from app.conversation.session_config import TurnDetection
 from app.errors import ClientError
 from audio.codecs import PCM16_24K, decode
-from audio.endpointing.backchannel import is_backchannel, is_repeated
+from audio.endpointing.backchannel import is_backchannel, is_echo_of
 from llm_core import ChatMessage
 from tests.support.fakes import ScriptedEngine, ToneSynthesizer, recent, silence, voice
 from tests.support.session_call import Call, call
@@ -69,7 +69,7 @@ def test_what_is_no_backchannel(text: str) -> None:
     ],
 )
 def test_our_own_words_are_known(text: str, expected: bool) -> None:
-    assert is_repeated(text, LONG) is expected
+    assert is_echo_of(text, LONG) is expected
 
 
 async def test_our_own_voice_in_the_microphone_does_not_stop_the_answer() -> None:

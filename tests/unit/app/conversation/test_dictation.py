@@ -14,13 +14,13 @@ import pytest
 
 from app.clock import MonotonicClock
 from app.conversation.speech import asr_scheduler as queue
-from app.conversation.speech.asr_scheduler import AsrScheduler, Urgency
-from app.conversation.speech.batch_synthesis import read_aloud
-from app.conversation.speech.batch_transcription import Dictated, dictate
+from app.conversation.speech.asr_scheduler import AsrPriority, AsrScheduler
+from app.conversation.speech.batch_synthesis import synthesize_text
+from app.conversation.speech.batch_transcription import TranscribedPiece, transcribe_recording
 from app.conversation.speech.tts_scheduler import TtsScheduler
 from app.errors import RecognitionError, SynthesisError
 from audio.asr.recognizer import Transcript
-from audio.errors import ModelError, NotWantedError
+from audio.errors import AbandonedError, ModelError
 from audio.frame import Samples
 from tests.support.fakes import (
     EnergyVad,
@@ -53,15 +53,15 @@ class SteppedRecognizer(ScriptedRecognizer):
         self,
         samples: Samples,
         *,
-        is_brief: bool = False,
+        skip_thorough: bool = False,
         is_wanted: Callable[[], bool] = lambda: True,
         **hints: Any,
     ) -> Transcript:
-        self.briefs.append(is_brief)
+        self.briefs.append(skip_thorough)
         self.begun.release()
         assert self.go_on.acquire(timeout=10)
         if not is_wanted():
-            raise NotWantedError("given up")
+            raise AbandonedError("given up")
         return super().transcribe(samples)
 
 
@@ -75,9 +75,11 @@ async def begun(recognizer: SteppedRecognizer) -> None:
     assert await asyncio.to_thread(partial(recognizer.begun.acquire, timeout=10))
 
 
-async def all_of(recognition: AsrScheduler, samples: Samples, **options: Any) -> list[Dictated]:
+async def all_of(
+    recognition: AsrScheduler, samples: Samples, **options: Any
+) -> list[TranscribedPiece]:
     vad = cast(Any, EnergyVad())
-    return [piece async for piece in dictate(recognition, vad, samples, **options)]
+    return [piece async for piece in transcribe_recording(recognition, vad, samples, **options)]
 
 
 # --- pieces ---
@@ -120,13 +122,13 @@ async def test_a_failure_is_told() -> None:
 # --- behind callers ---
 
 
-@pytest.mark.parametrize("urgency", [Urgency.FINAL, Urgency.EARLY, Urgency.PARTIAL])
+@pytest.mark.parametrize("urgency", [AsrPriority.FINAL, AsrPriority.EARLY, AsrPriority.PARTIAL])
 async def test_a_piece_of_a_file_gives_way_and_is_done_again(
-    pool: ThreadPoolExecutor, urgency: Urgency
+    pool: ThreadPoolExecutor, urgency: AsrPriority
 ) -> None:
     recognizer = SteppedRecognizer("the caller", "the file")
     recognition = AsrScheduler(cast(Any, recognizer), pool)
-    file = recognition.submit(voice(2.0), Urgency.FILE)
+    file = recognition.submit(voice(2.0), AsrPriority.FILE)
     await begun(recognizer)
     assert not recognition.is_busy, "for somebody who speaks"
     live = recognition.submit(voice(1.0), urgency)
@@ -146,25 +148,25 @@ async def test_no_piece_of_a_file_is_begun_while_somebody_speaks(pool: ThreadPoo
     recognizer = SteppedRecognizer("the caller", "the file")
     recognizer.go_on.release(2)
     recognition = AsrScheduler(cast(Any, recognizer), pool)
-    recognition.note_following(+1)
-    file = recognition.submit(voice(2.0), Urgency.FILE)
-    live = recognition.submit(voice(1.0), Urgency.FINAL)
+    recognition.change_num_live_turns(+1)
+    file = recognition.submit(voice(2.0), AsrPriority.FILE)
+    live = recognition.submit(voice(1.0), AsrPriority.FINAL)
     assert (await live.result).text == "the caller"
     assert recognizer.heard_s == [1.0] and not file.result.done()
-    recognition.note_following(+1)
-    recognition.note_following(-1)
+    recognition.change_num_live_turns(+1)
+    recognition.change_num_live_turns(-1)
     assert not recognition.is_busy and len(recognizer.briefs) == 1, "one still speaks"
-    recognition.note_following(-1)
+    recognition.change_num_live_turns(-1)
     assert (await file.result).text == "the file"
 
 
 async def test_a_file_does_not_wait_for_ever(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue, "_FILE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(queue, "_MAX_FILE_DELAY_S", 0.05)
     recognition = AsrScheduler(cast(Any, ScriptedRecognizer("one", "two")), pool)
-    recognition.note_following(+1)  # and never less
-    files = [recognition.submit(voice(1.0), Urgency.FILE) for _ in range(2)]
+    recognition.change_num_live_turns(+1)  # and never less
+    files = [recognition.submit(voice(1.0), AsrPriority.FILE) for _ in range(2)]
     async with asyncio.timeout(10):
         assert [(await file.result).text for file in files] == ["one", "two"]
 
@@ -176,9 +178,9 @@ async def test_what_is_finished_in_that_moment_counts(pool: ThreadPoolExecutor) 
 
     recognizer = Stubborn("the file", "the caller")
     recognition = AsrScheduler(cast(Any, recognizer), pool)
-    file = recognition.submit(voice(2.0), Urgency.FILE)
+    file = recognition.submit(voice(2.0), AsrPriority.FILE)
     await begun(recognizer)
-    live = recognition.submit(voice(1.0), Urgency.FINAL)
+    live = recognition.submit(voice(1.0), AsrPriority.FINAL)
     recognizer.go_on.release()
     assert (await file.result).text == "the file"
     recognizer.go_on.release()
@@ -194,7 +196,7 @@ async def test_a_file_that_nobody_waits_for_is_given_up(pool: ThreadPoolExecutor
     reading.cancel()
     await asyncio.wait([reading])
     recognizer.go_on.release()
-    live = recognition.submit(voice(1.0), Urgency.FINAL)
+    live = recognition.submit(voice(1.0), AsrPriority.FINAL)
     recognizer.go_on.release()
     await live.result
     assert recognizer.heard_s == [1.0], "nothing of the file was heard to its end"
@@ -204,7 +206,7 @@ async def test_a_file_that_nobody_waits_for_is_given_up(pool: ThreadPoolExecutor
 async def test_files_do_not_stand_in_the_way_of_hope(pool: ThreadPoolExecutor) -> None:
     recognizer = SteppedRecognizer("a", "b", "c")
     recognition = AsrScheduler(cast(Any, recognizer), pool)
-    files = [recognition.submit(voice(1.0), Urgency.FILE) for _ in range(3)]
+    files = [recognition.submit(voice(1.0), AsrPriority.FILE) for _ in range(3)]
     await begun(recognizer)
     assert recognition.num_waiting == 0
     for _ in files:
@@ -218,7 +220,7 @@ async def test_files_take_turns(pool: ThreadPoolExecutor) -> None:
     told: list[str] = []
 
     async def listen(name: str, samples: Samples) -> None:
-        async for _ in dictate(recognition, cast(Any, EnergyVad()), samples):
+        async for _ in transcribe_recording(recognition, cast(Any, EnergyVad()), samples):
             told.append(name)
 
     def next_waits(number: int) -> bool:
@@ -256,7 +258,7 @@ async def test_a_text_is_spoken_as_answers_are() -> None:
     voice_of_tones = ToneSynthesizer()
     services = fake_services(ScriptedEngine(), synthesizer=voice_of_tones)
     text = "# Hello\n\n**Good** morning, dear guests. It is `late`."
-    pieces = [p async for p in read_aloud(services, MonotonicClock(), text, speed=1.0)]
+    pieces = [p async for p in synthesize_text(services, MonotonicClock(), text, speed=1.0)]
     said = " ".join("".join(voice_of_tones.spoken).split())
     assert "*" not in said and "#" not in said and "`" not in said
     assert said.endswith("It is late.")
@@ -265,7 +267,7 @@ async def test_a_text_is_spoken_as_answers_are() -> None:
 
 async def test_nothing_to_say_is_no_fault() -> None:
     services = fake_services(ScriptedEngine())
-    (piece,) = [p async for p in read_aloud(services, MonotonicClock(), " ", speed=1.0)][-1:]
+    (piece,) = [p async for p in synthesize_text(services, MonotonicClock(), " ", speed=1.0)][-1:]
     assert len(piece) == 0
 
 
@@ -274,7 +276,7 @@ async def test_a_voice_that_fails_is_told() -> None:
     voice_of_tones.error = ModelError("hoarse")
     services = fake_services(ScriptedEngine(), synthesizer=voice_of_tones)
     with pytest.raises(SynthesisError, match="hoarse"):
-        [p async for p in read_aloud(services, MonotonicClock(), "Hello.", speed=1.0)]
+        [p async for p in synthesize_text(services, MonotonicClock(), "Hello.", speed=1.0)]
 
 
 async def test_callers_are_spoken_to_first(pool: ThreadPoolExecutor) -> None:

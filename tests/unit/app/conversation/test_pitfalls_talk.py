@@ -32,9 +32,9 @@ from app.conversation.events import (
     TranscriptionDelta,
 )
 from app.conversation.session_config import TurnDetection
-from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError, Urgency
+from app.conversation.speech.asr_scheduler import AsrPriority, AsrScheduler, BusyRecognizerError
 from app.conversation.tools import ToolBox, tool
-from audio.asr.local_agreement import Agreement, rest_after
+from audio.asr.local_agreement import LocalAgreement, text_after
 from audio.asr.recognizer import Transcript
 from audio.codecs import PCM16_24K, PCMA_8K, PCMU_8K, AudioFormat, decode, encode
 from tests.support.fakes import (
@@ -240,15 +240,18 @@ async def test_32_noise_that_the_recogniser_rejects_says_nothing() -> None:
 
 
 def test_32_a_loop_is_never_agreed_upon() -> None:
-    agreement = Agreement()
+    agreement = LocalAgreement()
     loop = "thank you for watching thank you for watching thank you for watching"
-    assert [agreement.feed(loop) for _ in range(4)] == [""] * 4
-    assert agreement.feed("Thank you for") == agreement.feed("Thank you for the book")[:0]
+    assert [agreement.add_hypothesis(loop) for _ in range(4)] == [""] * 4
+    assert (
+        agreement.add_hypothesis("Thank you for")
+        == agreement.add_hypothesis("Thank you for the book")[:0]
+    )
     assert agreement.stable == "Thank you for"
 
 
 def test_only_what_two_runs_agree_on_is_stable_and_it_never_changes() -> None:
-    agreement = Agreement()
+    agreement = LocalAgreement()
     runs = (
         "I really",
         "I really like an",
@@ -258,12 +261,12 @@ def test_only_what_two_runs_agree_on_is_stable_and_it_never_changes() -> None:
         "I really like animals. Let's talk about work",
         "I really like animals. Let's talk about working dogs.",
     )
-    given = [agreement.feed(run) for run in runs]
+    given = [agreement.add_hypothesis(run) for run in runs]
     assert given == ["", "I really", " like", " animals", "", "", " Let's talk about"]
     assert agreement.stable == "".join(given) == "I really like animals Let's talk about"
-    assert rest_after(agreement.stable, runs[-1]) == " working dogs."
-    assert rest_after("I rarely", runs[-1]) is None
-    assert rest_after("", "Yes.") == "Yes."
+    assert text_after(agreement.stable, runs[-1]) == " working dogs."
+    assert text_after("I rarely", runs[-1]) is None
+    assert text_after("", "Yes.") == "Yes."
 
 
 async def test_stable_words_are_told_while_the_caller_speaks_and_never_taken_back() -> None:
@@ -326,13 +329,13 @@ async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first(
     recognizer, executor = SlowRecognizer(), OneAtATime()
     recognition = AsrScheduler(recognizer, executor)  # type: ignore[arg-type]
     jobs = [
-        recognition.submit(audio(1), Urgency.PARTIAL),
-        recognition.submit(audio(2), Urgency.PARTIAL),
-        recognition.submit(audio(3), Urgency.EARLY),
-        recognition.submit(audio(4), Urgency.FINAL),
-        recognition.submit(audio(5), Urgency.EARLY),
+        recognition.submit(audio(1), AsrPriority.PARTIAL),
+        recognition.submit(audio(2), AsrPriority.PARTIAL),
+        recognition.submit(audio(3), AsrPriority.EARLY),
+        recognition.submit(audio(4), AsrPriority.FINAL),
+        recognition.submit(audio(5), AsrPriority.EARLY),
     ]
-    jobs[4].urgency = Urgency.FINAL  # the pause was the end
+    jobs[4].priority = AsrPriority.FINAL  # the pause was the end
     jobs[2].result.cancel()  # the caller went on
     while executor.waiting:
         assert len(executor.waiting) == 1, "one at a time"
@@ -348,8 +351,8 @@ async def test_33_callers_share_the_recogniser_without_mixing_and_ends_go_first(
 async def test_33_work_that_nobody_waits_for_holds_up_nobody() -> None:
     recognizer, executor = SlowRecognizer(), OneAtATime()
     recognition = AsrScheduler(recognizer, executor)  # type: ignore[arg-type]
-    dropped = recognition.submit(audio(1), Urgency.PARTIAL)
-    kept = recognition.submit(audio(2), Urgency.FINAL)
+    dropped = recognition.submit(audio(1), AsrPriority.PARTIAL)
+    kept = recognition.submit(audio(2), AsrPriority.FINAL)
     dropped.result.cancel()  # the recogniser is at it already, and asks
     executor.run_next()
     await settle(5)
@@ -362,13 +365,13 @@ async def test_33_work_that_nobody_waits_for_holds_up_nobody() -> None:
 async def test_33_a_full_queue_turns_the_least_urgent_away() -> None:
     recognizer, executor = SlowRecognizer(), OneAtATime()
     recognition = AsrScheduler(recognizer, executor, max_waiting=2)  # type: ignore[arg-type]
-    running = recognition.submit(audio(1), Urgency.FINAL)
-    partial = recognition.submit(audio(2), Urgency.PARTIAL)
-    recognition.submit(audio(3), Urgency.FINAL)
-    recognition.submit(audio(4), Urgency.FINAL)
+    running = recognition.submit(audio(1), AsrPriority.FINAL)
+    partial = recognition.submit(audio(2), AsrPriority.PARTIAL)
+    recognition.submit(audio(3), AsrPriority.FINAL)
+    recognition.submit(audio(4), AsrPriority.FINAL)
     with pytest.raises(BusyRecognizerError):
         await partial.result
-    refused = recognition.submit(audio(5), Urgency.FINAL)
+    refused = recognition.submit(audio(5), AsrPriority.FINAL)
     with pytest.raises(BusyRecognizerError, match="2 turns wait"):
         await refused.result
     while executor.waiting:

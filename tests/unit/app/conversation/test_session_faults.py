@@ -58,9 +58,9 @@ async def test_ten_minutes_of_silence_are_not_kept() -> None:
     async with call(ScriptedEngine()) as c:
         for _ in range(60):
             await c.session.append_audio(silence(10), c.clock.now_ns())
-        listener = c.session._hearing.listener
+        listener = c.session._hearing.audio_input
         assert listener.kept_samples <= 7 * 16_000
-        assert len(listener._ends) == len(listener._spoken) <= 100
+        assert len(listener._ends) == len(listener._captured) <= 100
         assert c.out.events == []
 
 

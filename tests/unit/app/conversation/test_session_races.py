@@ -157,13 +157,13 @@ async def test_a_cancelled_reply_is_not_owed_any_more() -> None:
     async with call(engine, "Hello?", "") as c:
         engine.gate.clear()
         await c.ask()
-        settled, may_hear = c.session._hearing._transcriber._settled, asyncio.Event()
+        finish, may_hear = c.session._hearing._transcriber._finish, asyncio.Event()
 
         async def later(job: Any) -> Any:
             await may_hear.wait()
-            return await settled(job)
+            return await finish(job)
 
-        c.session._hearing._transcriber._settled = later  # type: ignore[method-assign]
+        c.session._hearing._transcriber._finish = later  # type: ignore[method-assign]
         await c.hear(voice(0.2) + silence(0.7))  # a clap while it is thinking
         await c.session.cancel_response()
         may_hear.set()

@@ -16,7 +16,7 @@ from app.conversation.events import (
     TurnTraced,
 )
 from app.conversation.history import History
-from app.conversation.input.merge_turns import withdrawable
+from app.conversation.input.merge_turns import mergeable_items
 from app.conversation.session_config import TurnDetection
 from llm_core import ChatMessage
 from tests.support.fakes import ScriptedEngine, silence, voice
@@ -131,7 +131,7 @@ def test_what_a_tool_has_done_is_not_taken_back() -> None:
         item = Item("said", "user", [Part("input_audio", HALF)])
 
     history = History.of([Heard.item])
-    assert withdrawable(history, Heard, Answer) == ["said"]  # type: ignore[arg-type]
+    assert mergeable_items(history, Heard, Answer) == ["said"]  # type: ignore[arg-type]
     history.append_own(Answer.response.output[0])
-    assert withdrawable(history, Heard, Answer) == []  # type: ignore[arg-type]
-    assert withdrawable(history, None, None) == []
+    assert mergeable_items(history, Heard, Answer) == []  # type: ignore[arg-type]
+    assert mergeable_items(history, None, None) == []

@@ -143,7 +143,7 @@ async def test_200_turns_add_up_and_equal_the_silence_in_the_recording() -> None
             c.engine.prefill_s = rng.choice((0.01, 0.2))
             c.engine.token_s = rng.choice((0.005, 0.05))
             c.paced.delays_s["transcribe"] = rng.choice((0.02, 0.1, 0.7))
-            c.paced.delays_s["_synthesize"] = rng.choice((0.02, 0.4))
+            c.paced.delays_s["_synthesize_first"] = rng.choice((0.02, 0.4))
             await c.hear(voice(0.3))
             last_voiced_ns = c.clock.now_ns()
             heard_before = len(ear.heard_ns)
@@ -158,7 +158,7 @@ async def test_200_turns_add_up_and_equal_the_silence_in_the_recording() -> None
             assert abs(whole_ms - gap_ms) <= 20
 
 
-BASE = {"transcribe": 0.08, "_synthesize": 0.05}
+BASE = {"transcribe": 0.08, "_synthesize_first": 0.05}
 
 
 class Network(Recorder):
@@ -185,7 +185,7 @@ async def test_a_slow_stage_shows_up_in_that_stage_and_nowhere_else(stage: str) 
             c.engine.prefill_s += fault_s * (stage == "prefill")
             c.engine.token_s += fault_s / 3 * (stage == "decode")  # three words to the clause
             c.paced.delays_s["transcribe"] += fault_s * (stage == "asr")
-            c.paced.delays_s["_synthesize"] += fault_s * (stage == "tts")
+            c.paced.delays_s["_synthesize_first"] += fault_s * (stage == "tts")
             c.sink = Network(c.clock, fault_s * (stage == "send"))
             await c.ask()
             await c.clock.advance(20)

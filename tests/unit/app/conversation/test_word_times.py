@@ -20,7 +20,7 @@ from app.conversation.events import (
     TurnTraced,
 )
 from app.conversation.session_config import TurnDetection
-from app.conversation.speech.asr_scheduler import AsrScheduler, BusyRecognizerError, Urgency
+from app.conversation.speech.asr_scheduler import AsrPriority, AsrScheduler, BusyRecognizerError
 from audio.errors import ModelError
 from tests.support.fakes import (
     ManualClock,
@@ -104,7 +104,7 @@ async def test_an_answers_end_does_not_wait_long_for_them() -> None:
     engine = PacedEngine(ManualClock(), "No.")
     async with call(engine, "Is it?", word_timestamps=True) as c:
         assert c.paced is not None
-        c.paced.delays_s["locate"] = 30.0
+        c.paced.delays_s["align_words"] = 30.0
         await c.ask(pause_s=2.0)
         await c.clock.advance(10)
         assert c.out.of(ResponseDone)
@@ -136,14 +136,14 @@ async def test_no_words_were_said_at_no_time() -> None:
 
 async def test_a_failure_is_told_and_the_conversation_goes_on() -> None:
     async with call(ScriptedEngine("Fine."), "How are you?", "And now?", word_timestamps=True) as c:
-        c.recognizer.locate_error = ModelError("the runtime failed")
+        c.recognizer.align_error = ModelError("the runtime failed")
         await c.ask()
         await c.clock.advance(5)
         (failed,) = c.out.of(TranscriptWordsFailed)
         assert failed.item_id == c.out.of(SpeechStarted)[0].item_id
         assert (failed.code, told(c)) == ("transcription_failed", [])
         assert c.out.of(ResponseDone)[0].response.status == "completed"
-        c.recognizer.locate_error = None
+        c.recognizer.align_error = None
         await c.ask()
         await c.clock.advance(5)
         assert [word.word for word in told(c)[0].words] == ["And", "now?"]
@@ -151,7 +151,7 @@ async def test_a_failure_is_told_and_the_conversation_goes_on() -> None:
 
 async def test_a_fault_of_ours_is_not_told_in_its_words() -> None:
     async with call(ScriptedEngine("Fine."), "How are you?", word_timestamps=True) as c:
-        c.recognizer.locate_error = KeyError("secret")
+        c.recognizer.align_error = KeyError("secret")
         await c.ask()
         await c.clock.advance(5)
         (failed,) = c.out.of(TranscriptWordsFailed)
@@ -218,15 +218,15 @@ async def test_only_looks_at_turns_that_go_on_come_later() -> None:
     recognizer = GatedRecognizer("first", "final", "early", "look")
     with ThreadPoolExecutor(1) as pool:
         queue = AsrScheduler(recognizer, pool)  # type: ignore[arg-type]
-        transcript = await queue.submit(samples_of_voice(0.1), Urgency.FINAL).result
+        transcript = await queue.submit(samples_of_voice(0.1), AsrPriority.FINAL).result
         recognizer.may_finish.clear()
         done: list[str] = []
-        first = queue.submit(samples_of_voice(0.1), Urgency.FINAL)
+        first = queue.submit(samples_of_voice(0.1), AsrPriority.FINAL)
         jobs = {
-            "look": queue.submit(samples_of_voice(0.1), Urgency.PARTIAL),
-            "words": queue.locate(transcript),
-            "early": queue.submit(samples_of_voice(0.1), Urgency.EARLY),
-            "final": queue.submit(samples_of_voice(0.1), Urgency.FINAL),
+            "look": queue.submit(samples_of_voice(0.1), AsrPriority.PARTIAL),
+            "words": queue.align_words(transcript),
+            "early": queue.submit(samples_of_voice(0.1), AsrPriority.EARLY),
+            "final": queue.submit(samples_of_voice(0.1), AsrPriority.FINAL),
         }
         for name, job in jobs.items():
             job.result.add_done_callback(lambda _, name=name: done.append(name))  # type: ignore[misc]
@@ -239,11 +239,11 @@ async def test_words_are_refused_where_too_many_wait() -> None:
     recognizer = GatedRecognizer("first", "second")
     with ThreadPoolExecutor(1) as pool:
         queue = AsrScheduler(recognizer, pool, max_waiting=1)  # type: ignore[arg-type]
-        transcript = await queue.submit(samples_of_voice(0.1), Urgency.FINAL).result
+        transcript = await queue.submit(samples_of_voice(0.1), AsrPriority.FINAL).result
         recognizer.may_finish.clear()
-        running = queue.submit(samples_of_voice(0.1), Urgency.FINAL)
-        words = queue.locate(transcript)
-        final = queue.submit(samples_of_voice(0.1), Urgency.FINAL)
+        running = queue.submit(samples_of_voice(0.1), AsrPriority.FINAL)
+        words = queue.align_words(transcript)
+        final = queue.submit(samples_of_voice(0.1), AsrPriority.FINAL)
         with pytest.raises(BusyRecognizerError):
             await words.result
         recognizer.may_finish.set()
@@ -255,7 +255,7 @@ async def test_what_is_needed_for_them_is_kept_only_for_those_who_ask() -> None:
 
     class Watched(ScriptedRecognizer):
         def transcribe(self, samples: object, **hints: object) -> object:  # type: ignore[override]
-            kept.append(bool(hints["keeps_sound"]))
+            kept.append(bool(hints["keep_encoder_output"]))
             return super().transcribe(samples)  # type: ignore[arg-type]
 
     for asks in (False, True):
