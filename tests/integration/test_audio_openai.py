@@ -63,7 +63,7 @@ def test_other_forms(client: OpenAI, voice: Voice, kind: Any) -> None:
         )
     assert isinstance(heard, str)
     assert heard.startswith(
-        {"text": "should", "srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0"}[kind]
+        {"text": "Should", "srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0"}[kind]
     )
     assert words(DOG_OR_CAT) in words(heard)
 
