@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from pydantic_core import from_json
+from starlette.concurrency import run_in_threadpool
 
 from app.errors import ClientError
 
@@ -84,7 +85,7 @@ async def parse_aside(parse: Callable[[TextT], ResultT], text: TextT) -> ResultT
         return parse(text)
     lock = _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
-        return await asyncio.to_thread(parse, text)
+        return await run_in_threadpool(parse, text)
 
 
 _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
