@@ -384,7 +384,7 @@ class EngineClient:
     def _on_death(self) -> None:
         if not self._is_closed:
             assert self._process is not None, "it has died"
-            self._problem = f"the engine process {self._process.status} and is started again"
+            self._problem = f"the engine process {self._process.status}; it is being restarted"
             self._supervising = asyncio.create_task(self._bring_back(), name="llm-engine-restart")
 
     async def _bring_back(self) -> None:
