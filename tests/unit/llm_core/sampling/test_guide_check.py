@@ -12,9 +12,10 @@ import pytest
 
 from llm_core.errors import EngineBusyError, InternalError, InvalidRequestError
 from llm_core.messages import ChoiceGuide, Guide, JsonGuide, RegexGuide, ToolGuide, ToolSpec
+from llm_core.structured import checker_process
 from llm_core.structured.checker import GuideChecker
 from llm_core.structured.checker_process import Checked, Setup, check
-from llm_core.structured.constraint import GuideCompiler, checker_process
+from llm_core.structured.constraint import GuideCompiler
 from llm_core.structured.grammar import grammar_of
 from tests.support.tiny_model import tiny_tokenizer
 
