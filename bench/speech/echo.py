@@ -52,10 +52,10 @@ class Listener:
         """Feed ``received`` while ``played`` is played out; the sample at which the first turn
         after sample ``since`` is detected."""
         begin = self.input.position
-        self.input.echo.play(played, SPEECH_RATE, begin)
+        self.input.echo.add_playback(played, SPEECH_RATE, begin)
         found = None
         for start in range(0, received.size, _PACKET):
-            for event in self.input.feed(received[start : start + _PACKET], start):
+            for event in self.input.process_audio(received[start : start + _PACKET], start):
                 at = self.input.position - begin
                 if isinstance(event, VoiceStarted) and at >= since and found is None:
                     found = at
@@ -65,8 +65,8 @@ class Listener:
         """Two seconds of room noise."""
         quiet = np.random.default_rng(9).normal(0, 3e-4, 2 * SPEECH_RATE).astype(np.float32)
         for start in range(0, quiet.size, _PACKET):
-            list(self.input.feed(quiet[start : start + _PACKET], start))
-        self.input.forget()
+            list(self.input.process_audio(quiet[start : start + _PACKET], start))
+        self.input.clear()
 
 
 def in_room(played: Samples, delay_ms: int, level_db: float, seed: int) -> Samples:
