@@ -232,8 +232,10 @@ class AudioInput:
         return kept[lo:hi]
 
     def read_turn(self, start_sample: int, end_sample: int | None = None) -> TurnAudio:
-        """The same with its VAD windows."""
+        """The same with its VAD windows, unless those are of audio without its noise."""
         samples = self.read(start_sample, end_sample)
+        if self._reducer is not None:
+            return TurnAudio(samples, None)
         start = max(start_sample, self._kept_from)
         known = self._probabilities[start // WINDOW_SAMPLES - self._first_window :]
         windows = VadWindows(np.array(known, np.float32), start % WINDOW_SAMPLES)

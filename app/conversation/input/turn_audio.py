@@ -14,11 +14,13 @@ from audio.vad import WINDOW_SAMPLES, VadWindows
 class TurnAudio:
     """Audio float32 [n] at 16 kHz with its VAD windows, each computed once per turn.
 
+    ``windows``: None where the VAD heard other audio than the recogniser does (noise suppression);
+    the recogniser then computes its own.
     ``speech_offset``: sample of the audio at which speech ended; None while the caller speaks.
     """
 
     samples: Samples
-    windows: VadWindows
+    windows: VadWindows | None
     speech_offset: int | None = None
 
     @property
@@ -28,9 +30,11 @@ class TurnAudio:
 
     def followed_by(self, rest: TurnAudio) -> TurnAudio:
         """This audio and ``rest``, which comes directly after it in the same stream."""
+        samples = np.concatenate((self.samples, rest.samples))
+        if self.windows is None or rest.windows is None:
+            return TurnAudio(samples, None)
         # The window in which the one ends and the other begins belongs to both: the later knows it.
         num_whole = (self.windows.lead + self.num_samples) // WINDOW_SAMPLES
         probabilities = (self.windows.probabilities[:num_whole], rest.windows.probabilities)
-        samples = np.concatenate((self.samples, rest.samples))
         windows = VadWindows(np.concatenate(probabilities), self.windows.lead)
         return TurnAudio(samples, windows.fit(samples.size))

@@ -203,3 +203,14 @@ def test_reduced_noise_is_no_voice_and_a_voice_lies_where_it_lay() -> None:
     assert starts(None)[0] < RATE, "loud noise looks like a voice to this detector"
     reduced = [start for start in starts("far_field") if start > RATE]
     assert len(reduced) == 1 and abs(reduced[0] - 2 * RATE) <= 512
+
+
+@pytest.mark.parametrize("reduction", [None, "near_field", "far_field"])
+def test_windows_of_denoised_audio_do_not_go_with_the_unprocessed(reduction: Any) -> None:
+    config = SessionConfig("", input_format=PCM16_16K, noise_reduction=reduction)
+    heard = AudioInput(cast(Any, EnergyVad()), config, eager_silence_ms=96, max_buffer_s=60)
+    speak(heard, np.full(RATE, 0.1, np.float32), RATE, 20)
+    first, rest = heard.read_turn(0, 8_000), heard.read_turn(8_000)
+    for audio in (first, rest, first.followed_by(rest)):
+        assert (audio.windows is None) == (reduction is not None)
+    assert first.followed_by(rest).num_samples == RATE
