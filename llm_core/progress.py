@@ -1,4 +1,4 @@
-"""What a thread is at, and since when: how a step that is long is told from one that hangs."""
+"""The current operation of a thread and its start: tells a long step from one that hangs."""
 
 from __future__ import annotations
 

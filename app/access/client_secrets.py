@@ -19,7 +19,7 @@ from app.errors import ClientError
 
 PREFIX = "ek_"
 MAX_SECRETS = 1_000
-# An owner may have one in so many of them.
+# One owner may hold this fraction of them: 1 / n.
 _SHARE = 4
 # Of the session that is kept with each.
 MAX_SESSION_BYTES = 64 * 1024

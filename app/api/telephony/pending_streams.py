@@ -11,7 +11,7 @@ from app.errors import UnavailableError
 
 # A provider says at once which call it brings.
 START_TIMEOUT_S = 3.0
-# Streams without a valid token that may wait, of one address and in all: at least so many, and more
+# Streams without a valid token that may wait, of one address and in all: the least number, and more
 # where the server takes more calls. A proxy may bring all calls from one address.
 _LEAST_OF_ADDRESS = 8
 _ADDRESSES = 4

@@ -1,4 +1,4 @@
-"""An engine that hangs is told from one that is busy, and is replaced."""
+"""A hung engine is replaced; a busy one is not."""
 
 from __future__ import annotations
 
